@@ -1,0 +1,155 @@
+"""Where drafts come from: a DFlash drafter as transformers' `CandidateGenerator` and as the source of trees."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from transformers import DynamicCache
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.modeling_outputs import ModelOutput
+
+from . import compat
+from .configuration_ddtree import DDTreeConfig
+from .draft_tree import DraftTree, build_tree
+from .tree_cache import DraftCache
+
+
+class DraftSource(Protocol):
+    """What the decoding loop asks of a drafter."""
+
+    def append(self, features: torch.Tensor, positions: torch.Tensor) -> None:
+        """Add newly committed tokens to the context: features `(B, P, taps * H)`, positions `(B, P)`."""
+
+    def propose(
+        self, root: torch.Tensor, position: torch.Tensor, depth: int, candidates: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draft behind `root (B, 1)` at `position (B, 1)`: token ids and log-probs, `(B, depth, K)` each, best first."""
+
+
+class DDTreeCandidateGenerator(CandidateGenerator):
+    """
+    Drafts trees with a DFlash drafter.
+
+    In `generate(ddtree=True)` the decoding loop uses it as a `DraftSource`. It is a `CandidateGenerator` as well:
+    `get_candidates` proposes the most probable chain and no logits, so that stock `_assisted_decoding` accepts a token
+    only where it selects that very token, which keeps sampling exact.
+
+    Args:
+        target: The model that verifies; its embedding and output head are the drafter's.
+        drafter: A [`DFlashDraftModel`], or a DFlash assistant of transformers with the same forward.
+        config: Tree options.
+        max_length: Longest sequence, prompt included; `get_candidates` drafts nothing beyond it.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(self, target: Any, drafter: Any, config: DDTreeConfig, max_length: int) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.config = config
+        self.max_length = max_length
+        self.device, self.dtype = drafter.device, drafter.dtype
+        self.layer_ids = tuple(drafter.config.target_layer_ids)
+        self.block_size = drafter.config.block_size
+        self.max_depth = min(self.block_size - 1, config.max_depth or self.block_size - 1)
+        self.nodes = config.nodes(target.device.type)
+        self.model_kwargs_overrides = {"output_hidden_states": compat.hidden_states_request(self.layer_ids)}
+        layers = DynamicCache(config=drafter.config).layers
+        self.cache = DraftCache([layer.is_sliding for layer in layers])
+        self._features: list[torch.Tensor] = []
+        self._positions: list[torch.Tensor] = []
+
+    def append(self, features: torch.Tensor, positions: torch.Tensor) -> None:
+        self._features.append(features.to(self.device, self.dtype))
+        self._positions.append(positions.to(self.device))
+
+    def propose(
+        self, root: torch.Tensor, position: torch.Tensor, depth: int, candidates: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `DraftSource`. NaN and -inf logits come last, +inf first: a broken draft costs speed, never text."""
+        hidden = self._draft(root, position)[:, 1 : depth + 1]
+        logits = draft_logits(self.target, hidden).float()
+        logits = torch.nan_to_num(logits, nan=float("-inf"), posinf=torch.finfo(torch.float32).max, neginf=float("-inf"))
+        best, token_ids = logits.topk(min(candidates, logits.shape[-1]), dim=-1)  # (B, depth, K)
+        return token_ids.to(root.device), (best - logits.logsumexp(-1, keepdim=True)).to(root.device)
+
+    def draft_tree(self, root: torch.Tensor, position: torch.Tensor, depth: int) -> DraftTree:
+        """The tree of one round, at most `depth` deep."""
+        depth = min(depth, self.max_depth)
+        token_ids, log_probs = self.propose(root, position, depth, candidates=self.nodes)
+        return build_tree(self.config.tree, token_ids, log_probs, self.nodes)
+
+    def _draft(self, root: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """One drafter pass: append what is pending to the context, denoise one block `(B, block, H)`."""
+        features, positions = torch.cat(self._features, dim=1), torch.cat(self._positions, dim=1)
+        self._features, self._positions = [], []
+        block = root.new_full((root.shape[0], self.block_size), self.drafter.config.mask_token_id)
+        block[:, :1] = root
+        block_positions = position.to(self.device) + torch.arange(self.block_size, device=self.device)
+        self.cache.reserve(self.cache.length + features.shape[1] + self.block_size)
+        self.cache.set_previous_accepted_tokens(features.shape[1])
+        outputs = self.drafter(
+            noise_embeds=embed_tokens(self.target, block).to(self.device, self.dtype),
+            context_hidden_states=features,
+            position_ids=torch.cat([positions, block_positions], dim=1),
+            attention_mask=None,
+            **{compat.CACHE_KEY: self.cache},
+        )
+        self.cache.crop(-self.block_size)
+        hidden: torch.Tensor = outputs.last_hidden_state
+        return hidden
+
+    def get_candidates(
+        self,
+        input_ids: torch.LongTensor,
+        model_kwargs: dict[str, Any] | None = None,
+        model_outputs: ModelOutput | None = None,
+        is_first_iteration: bool = False,
+        n_last_matches: int = 0,
+        **kwargs: Any,
+    ) -> tuple[torch.LongTensor, None]:
+        """The most probable chain behind `input_ids (1, L)`, for stock `_assisted_decoding`.
+
+        Returns:
+            `(1, L + depth)` ids, and `None`: without logits the caller compares tokens, whatever it samples.
+        """
+        if is_first_iteration:
+            return input_ids, None  # no features yet: the caller runs the prompt first
+        assert model_kwargs is not None and model_outputs is not None
+        states = compat.requested_hidden_states(model_outputs.hidden_states, self.layer_ids)
+        rows = int(n_last_matches) + 1 if self.cache.length else states[0].shape[1]
+        features = torch.cat([state[:, :rows].to(self.device) for state in states], dim=-1)
+        positions = model_kwargs["position_ids"]
+        self.append(features, positions[:, -rows - 1 : -1])
+        depth = min(self.max_depth, self.nodes, self.max_length - input_ids.shape[1] - 1)
+        if depth < 1:
+            return input_ids, None
+        token_ids, _ = self.propose(input_ids[:, -1:], positions[:, -1:], depth, candidates=1)
+        return torch.cat([input_ids, token_ids[:, :, 0]], dim=1), None  # type: ignore[return-value]
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Nothing to learn from a round."""
+
+
+def embed_tokens(target: Any, token_ids: torch.Tensor) -> torch.Tensor:
+    """The target's input embedding `(B, L, H)`, without the norm that some embeddings carry (as DFlash is trained)."""
+    embedding = target.get_input_embeddings()
+    if getattr(embedding, "embed_norm", None) is None:
+        embeds: torch.Tensor = embedding(token_ids.to(embedding.weight.device))
+        return embeds
+    return torch.nn.functional.embedding(token_ids.to(embedding.weight.device), embedding.weight)
+
+
+def draft_logits(target: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """The target's own logits `(B, L, V)` of final states `(B, L, H)`: its head, then its scale or soft cap."""
+    head = target.get_output_embeddings()
+    config = target.config.get_text_config(decoder=True)
+    logits: torch.Tensor = head(hidden.to(head.weight.device, target.dtype))
+    if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
+        logits = logits * scale
+    if (scale := getattr(config, "logits_scaling", None)) is not None:  # Granite
+        logits = logits / scale
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma 2
+        logits = torch.tanh(logits / cap) * cap
+    return logits

@@ -1,0 +1,101 @@
+"""What a user may ask of `ddtree=`. Imports nothing of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+MAX_BUDGET = 1024
+TREES = ("best_first", "chain", "static")
+
+# Until the budget is learned: a CPU pays for each node in compute, a GPU reads the weights anyway. One less than a
+# multiple of 16, since the root takes a row as well.
+_AUTO_BUDGET_CPU = 15
+_AUTO_BUDGET = 63
+
+
+@dataclass(frozen=True)
+class DDTreeConfig:
+    """
+    Options of tree decoding, for `generate(..., ddtree=DDTreeConfig(...))` or a dict of the same keys.
+
+    Args:
+        budget (`int` or `"auto"`):
+            Nodes of a tree besides its root, 1 to 1024. `"auto"` means 15 on a CPU and 63 elsewhere.
+        tree (`"best_first"`, `"chain"` or `"static"`):
+            DDTree's most probable prefixes, DFlash's single most probable continuation, or a tree of fixed shape.
+        max_depth (`int`, *optional*):
+            Deepest node; at most (and by default) the drafter's block size minus one.
+        record_trees (`bool`):
+            Keep each round's tree and accepted path in `ddtree_stats.trees`.
+        record_times (`bool`):
+            Measure each stage of the rounds in `ddtree_stats.times` (synchronises the device after each).
+
+    Raises:
+        ValueError: A value is out of range.
+        TypeError: A value has the wrong type.
+    """
+
+    budget: int | Literal["auto"] = "auto"
+    tree: Literal["best_first", "chain", "static"] = "best_first"
+    max_depth: int | None = None
+    record_trees: bool = False
+    record_times: bool = False
+
+    def __post_init__(self) -> None:
+        if self.budget != "auto":
+            _check_int("budget", self.budget, 1, MAX_BUDGET, 'an int or "auto"')
+        if self.tree not in TREES:
+            raise ValueError(f"ddtree: `tree` must be one of {', '.join(TREES)}, got {self.tree!r}.")
+        if self.max_depth is not None:
+            _check_int("max_depth", self.max_depth, 1, MAX_BUDGET, "an int or None")
+        for name in ("record_trees", "record_times"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"ddtree: `{name}` must be a bool, got {getattr(self, name)!r}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as a JSON-serialisable dict."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> DDTreeConfig:
+        """The inverse of `to_dict`; missing keys take their defaults.
+
+        Raises:
+            ValueError: A key is unknown.
+        """
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(map(str, options)) - set(known)):
+            raise ValueError(f"ddtree: unknown option {', '.join(unknown)}; the options are {', '.join(known)}.")
+        return cls(**options)
+
+    @classmethod
+    def from_value(cls, value: Any) -> DDTreeConfig | None:
+        """What `ddtree=value` asks for: `None` when trees are off.
+
+        Raises:
+            TypeError: `value` is neither a bool, a dict nor a `DDTreeConfig`.
+        """
+        if value is None or value is False:
+            return None
+        if value is True:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, Mapping):
+            return cls.from_dict(value)
+        raise TypeError(f"`ddtree` must be True, False, a DDTreeConfig or a dict of its options, got {value!r}.")
+
+    def nodes(self, device_type: str) -> int:
+        """The number of nodes that `budget` means on a device."""
+        if self.budget == "auto":
+            return _AUTO_BUDGET_CPU if device_type == "cpu" else _AUTO_BUDGET
+        return self.budget
+
+
+def _check_int(name: str, value: Any, low: int, high: int, expected: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"ddtree: `{name}` must be {expected}, got {value!r}.")
+    if not low <= value <= high:
+        raise ValueError(f"ddtree: `{name}` must be between {low} and {high}, got {value}.")

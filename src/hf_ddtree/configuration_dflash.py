@@ -1,0 +1,166 @@
+"""The config of a DFlash drafter, read from both published forms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+REQUIRED = ("target_layer_ids", "mask_token_id", "block_size")
+
+# Entries of z-lab's `dflash_config` that move to the top level under the same name.
+_NESTED = (*REQUIRED, "num_target_layers")
+
+
+@strict
+class DFlashConfig(Qwen3Config):
+    r"""
+    Config of a [`DFlashDraftModel`] (DFlash, arXiv 2602.06036): a Qwen3-style decoder that drafts a block in one pass.
+
+    Args:
+        target_layer_ids (`list[int]`):
+            The target's decoder layers, counted from 0, whose outputs are the drafter's context (the tap layers).
+        mask_token_id (`int`):
+            The id whose embedding stands at the positions to draft.
+        block_size (`int`):
+            Positions of a block: the bonus token and `block_size - 1` drafted ones.
+        num_target_layers (`int`, *optional*):
+            Decoder layers of the target that the drafter was trained for.
+
+    The other fields are those of [`Qwen3Config`]. Reads the published forms: flat keys, or z-lab's nested
+    `dflash_config` under `model_type="qwen3"`. A config without one of the three required values cannot make a model:
+    none of them is guessed.
+    """
+
+    model_type = "dflash_draft"
+    base_model_tp_plan = None
+    base_model_pp_plan = None
+
+    target_layer_ids: list[int] | None = None
+    mask_token_id: int | None = None
+    block_size: int | None = None
+    num_target_layers: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.layer_types is not None and "sliding_attention" in self.layer_types:
+            if kwargs.get("use_sliding_window", self.use_sliding_window) is False and self.sliding_window is None:
+                raise ValueError("`layer_types` names sliding layers, but the config has no `sliding_window`.")
+            self.use_sliding_window = True
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        return flatten_config_dict(config_dict), kwargs
+
+    @classmethod
+    def from_target(
+        cls,
+        target_config: Any,
+        *,
+        target_layer_ids: Sequence[int],
+        mask_token_id: int,
+        block_size: int = 16,
+        num_hidden_layers: int = 5,
+        **overrides: Any,
+    ) -> DFlashConfig:
+        """A fresh drafter config with the widths, rope and special tokens of a target.
+
+        Args:
+            target_config: The target's config; the text config of a multimodal one is used.
+            target_layer_ids: Tap layers.
+            mask_token_id: A token that the target never emits.
+            block_size: Positions of a block, bonus token included.
+            num_hidden_layers: Layers of the drafter.
+            overrides: Any other field of the config.
+        """
+        text_config = target_config.get_text_config(decoder=True)
+        hidden_size, heads = text_config.hidden_size, text_config.num_attention_heads
+        fields: dict[str, Any] = {
+            "head_dim": getattr(text_config, "head_dim", None) or hidden_size // heads,
+            "num_key_value_heads": getattr(text_config, "num_key_value_heads", None) or heads,
+        }
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "rms_norm_eps",
+            "max_position_embeddings",
+            "initializer_range",
+            "bos_token_id",
+            "eos_token_id",
+            "pad_token_id",
+        ):
+            if (value := getattr(text_config, name, None)) is not None:
+                fields[name] = value
+        rope = getattr(text_config, "rope_parameters", None) or {}
+        if "rope_theta" in rope:
+            fields["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        fields.update(
+            num_hidden_layers=num_hidden_layers,
+            num_target_layers=text_config.num_hidden_layers,
+            target_layer_ids=list(target_layer_ids),
+            mask_token_id=mask_token_id,
+            block_size=block_size,
+            tie_word_embeddings=False,
+        )
+        return cls(**(fields | overrides))
+
+    def require_complete(self) -> None:
+        """Raise a `ValueError` that names the first thing a drafter cannot be built without, or that is out of range."""
+        for name in REQUIRED:
+            if getattr(self, name) is None:
+                raise ValueError(
+                    f"The drafter's config has no `{name}`. It is not guessed: take it from the checkpoint's authors and "
+                    f"set it at the top level of config.json or in its `dflash_config`."
+                )
+        assert self.target_layer_ids is not None and self.block_size is not None and self.mask_token_id is not None
+        if self.block_size < 2:
+            raise ValueError(f"`block_size` must be at least 2 (bonus token and one draft), got {self.block_size}.")
+        if not self.target_layer_ids or min(self.target_layer_ids) < 0:
+            raise ValueError(f"`target_layer_ids` must be layer numbers from 0, got {self.target_layer_ids}.")
+        if self.num_target_layers is not None and max(self.target_layer_ids) >= self.num_target_layers:
+            raise ValueError(
+                f"Tap layer {max(self.target_layer_ids)} lies beyond the target's {self.num_target_layers} layers "
+                "(`num_target_layers`)."
+            )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"`mask_token_id` {self.mask_token_id} lies outside `vocab_size` {self.vocab_size}.")
+
+
+def is_dflash_config_dict(config_dict: dict[str, Any]) -> bool:
+    """Whether a config.json describes a DFlash drafter, in any published form."""
+    return (
+        config_dict.get("model_type") == DFlashConfig.model_type
+        or "dflash_config" in config_dict
+        or "DFlashDraftModel" in (config_dict.get("architectures") or ())
+    )
+
+
+def flatten_config_dict(config_dict: dict[str, Any]) -> dict[str, Any]:
+    """z-lab's nested form as the flat one; a flat form is returned as it is.
+
+    Raises:
+        ValueError: One value stands in both places and differs.
+    """
+    if not is_dflash_config_dict(config_dict):
+        return config_dict
+    flat = dict(config_dict)
+    nested = flat.pop("dflash_config", None) or {}
+    flat.pop("auto_map", None)
+    flat["model_type"] = DFlashConfig.model_type
+    for name in _NESTED:
+        if name not in nested:
+            continue
+        if flat.get(name) is not None and flat[name] != nested[name]:
+            raise ValueError(f"`{name}` is {flat[name]} at the top of the config and {nested[name]} in `dflash_config`.")
+        flat[name] = nested[name]
+    if unknown := sorted(set(nested) - set(_NESTED)):
+        logger.warning(f"Unknown entries of the drafter's `dflash_config` are not used: {unknown}")
+    return flat

@@ -1,0 +1,198 @@
+"""The hooks that make `ddtree=` part of stock `generate`: in with `install`, out with `uninstall`."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from transformers import AutoConfig, AutoModel, GenerationConfig, PreTrainedConfig
+from transformers.generation.utils import GenerationMixin
+from transformers.pipelines import base as pipelines_base
+
+from .compat import warn_if_untested
+from .configuration_ddtree import DDTreeConfig
+from .configuration_dflash import DFlashConfig, is_dflash_config_dict
+from .decoding import ddtree_decoding
+from .modeling_dflash import DFlashDraftModel
+from .validation import (
+    check_assistant,
+    check_batch,
+    check_drafter_has_use,
+    check_no_bypass,
+    check_options,
+    check_pair,
+    check_rope,
+    check_target,
+    is_dflash_drafter,
+)
+
+# Whether `ddtree` was given to this very call of `generate`, and not only found in a config.
+_explicit: ContextVar[bool] = ContextVar("hf_ddtree_explicit", default=False)
+
+# (owner, name) -> (our hook, what stood there before)
+_installed: dict[tuple[Any, str], tuple[Any, Any]] = {}
+_MISSING = object()
+
+
+class _DDTreeOption:
+    """`GenerationConfig.ddtree`: makes the keyword legal, keeps a JSON value in the config's `__dict__` only when set."""
+
+    def __get__(self, config: Any, owner: type | None = None) -> Any:
+        return None if config is None else config.__dict__.get("ddtree")
+
+    def __set__(self, config: Any, value: Any) -> None:
+        if value is None:
+            config.__dict__.pop("ddtree", None)
+        else:
+            config.__dict__["ddtree"] = value.to_dict() if isinstance(value, DDTreeConfig) else value
+
+    def __delete__(self, config: Any) -> None:
+        config.__dict__.pop("ddtree", None)
+
+
+def install() -> None:
+    """Put the hooks in. `import hf_ddtree` does it; a second time changes nothing."""
+    if _installed:
+        return
+    warn_if_untested()
+    _put(GenerationConfig, "ddtree", lambda _: _DDTreeOption())
+    _put(GenerationConfig, "__init__", _config_init)
+    _put(GenerationMixin, "generate", _generate)
+    _put(GenerationMixin, "_validate_generation_mode", _validate_generation_mode)
+    _put(GenerationMixin, "_assisted_decoding", _assisted_decoding)
+    _put(pipelines_base, "load_assistant_model", _load_assistant_model)
+    AutoConfig.register(DFlashConfig.model_type, DFlashConfig, exist_ok=True)
+    AutoModel.register(DFlashConfig, DFlashDraftModel, exist_ok=True)
+
+
+def uninstall() -> None:
+    """Take the hooks out, each only if it is still ours."""
+    for (owner, name), (hook, original) in _installed.items():
+        if owner.__dict__.get(name) is not hook:
+            continue
+        if original is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+    _installed.clear()
+
+
+def _put(owner: Any, name: str, make_hook: Callable[[Any], Any]) -> None:
+    original = owner.__dict__.get(name, _MISSING)
+    hook = make_hook(original)
+    setattr(owner, name, hook)
+    _installed[owner, name] = (hook, original)
+
+
+def _config_init(original: Callable[..., None]) -> Callable[..., None]:
+    """`GenerationConfig.__init__` drops entries it does not know from files that say `_from_model_config`."""
+
+    @functools.wraps(original)
+    def __init__(self: GenerationConfig, **kwargs: Any) -> None:
+        ddtree = kwargs.pop("ddtree", None)
+        original(self, **kwargs)
+        self.ddtree = ddtree  # type: ignore[attr-defined]
+
+    return __init__
+
+
+def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
+    """See whether `ddtree` is explicit, and refuse what would never reach the decoding loop."""
+
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        explicit = DDTreeConfig.from_value(kwargs.get("ddtree")) is not None
+        if explicit:
+            check_no_bypass(kwargs.get("cache_implementation"), kwargs.get("custom_generate"))
+            prompts = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids", kwargs.get("inputs_embeds")))
+            check_batch(len(prompts) if prompts is not None else 1)
+        token = _explicit.set(explicit)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _explicit.reset(token)
+
+    return generate
+
+
+def _validate_generation_mode(original: Callable[..., None]) -> Callable[..., None]:
+    """All checks that need no input, before the first forward."""
+
+    @functools.wraps(original)
+    def _validate_generation_mode(
+        self: Any, generation_mode: Any, generation_config: GenerationConfig, generation_mode_kwargs: dict[str, Any]
+    ) -> None:
+        config = DDTreeConfig.from_value(generation_config.ddtree)  # type: ignore[attr-defined]
+        assistant = generation_mode_kwargs.get("assistant_model")
+        if config is None:
+            if assistant is not None and isinstance(assistant, DFlashDraftModel):
+                check_drafter_has_use(generation_config)
+            return original(self, generation_mode, generation_config, generation_mode_kwargs)
+        if not _explicit.get() and not is_dflash_drafter(assistant):
+            warnings.warn(
+                "The generation config asks for `ddtree`, but this call has no DFlash drafter as `assistant_model`: it "
+                "decodes without trees.",
+                stacklevel=4,
+            )
+            return original(self, generation_mode, generation_config, generation_mode_kwargs)
+        check_assistant(assistant)
+        check_options(generation_config, generation_mode)
+        check_target(self)
+        check_pair(self, assistant)
+        # What is left to stock transformers is no concern of the drafter's: it shares the target's tokenizer.
+        others = {key: value for key, value in generation_mode_kwargs.items() if key != "assistant_model"}
+        return original(self, generation_mode, generation_config, others)
+
+    return _validate_generation_mode
+
+
+def _assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Our loop for calls that asked for trees and have a drafter, transformers' own for all others."""
+
+    @functools.wraps(original)
+    def _assisted_decoding(
+        self: Any,
+        input_ids: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        **kwargs: Any,
+    ) -> Any:
+        config = DDTreeConfig.from_value(generation_config.ddtree)  # type: ignore[attr-defined]
+        if config is None or not is_dflash_drafter(kwargs.get("assistant_model")):
+            return original(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+        check_rope(self, int(generation_config.max_length))
+        for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
+            kwargs.pop(name, None)
+        return ddtree_decoding(
+            self,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            kwargs.pop("assistant_model"),
+            config,
+            **kwargs,
+        )
+
+    return _assisted_decoding
+
+
+def _load_assistant_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Pipelines take a drafter, or the path of one, as it is: it has no tokenizer of its own."""
+
+    @functools.wraps(original)
+    def load_assistant_model(model: Any, assistant_model: Any, assistant_tokenizer: Any) -> tuple[Any, Any]:
+        if isinstance(assistant_model, str):
+            config_dict, _ = PreTrainedConfig.get_config_dict(assistant_model)
+            if is_dflash_config_dict(config_dict):
+                assistant_model = DFlashDraftModel.from_pretrained(assistant_model)
+                assistant_model = assistant_model.to(device=model.device, dtype=model.dtype)
+        if is_dflash_drafter(assistant_model):
+            return assistant_model, None
+        return original(model, assistant_model, assistant_tokenizer)
+
+    return load_assistant_model

@@ -1,0 +1,205 @@
+"""The walk: from the root, the token that plain decoding would choose, and on while it is a child.
+
+Two walks with one contract. `lazy_walk` calls processors, selection, criteria and streamer as plain decoding does,
+node by node. `device_walk` chooses at all nodes at once and reads back one small tensor; it serves greedy search and
+sampling with warpers that depend on no prefix.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers.generation import logits_process as stock
+from transformers.generation.logits_process import LogitsProcessorList
+
+from .draft_tree import DraftTree, node_depths
+from .outputs import GenerationRecord
+
+# Processors that look at one row of scores and nothing else.
+_ROW_WISE = (
+    stock.TemperatureLogitsWarper,
+    stock.TopKLogitsWarper,
+    stock.TopPLogitsWarper,
+    stock.MinPLogitsWarper,
+    stock.TypicalLogitsWarper,
+    stock.EtaLogitsWarper,
+    stock.EpsilonLogitsWarper,
+    stock.LogitNormalization,
+)
+
+
+class Walk(NamedTuple):
+    """One round's outcome."""
+
+    rows: list[int]  # the rows that chose the committed tokens: root (0), then accepted nodes + 1
+    stop: bool  # whether generation ends
+
+
+def is_row_wise(processors: LogitsProcessorList) -> bool:
+    """Whether the processors may run on all nodes at once (stock warpers only, no subclass)."""
+    return all(type(processor) in _ROW_WISE for processor in processors)
+
+
+def walk(
+    logits: torch.Tensor,
+    tree: DraftTree,
+    ancestors: torch.Tensor,
+    record: GenerationRecord,
+    processors: LogitsProcessorList,
+    do_sample: bool,
+) -> Walk:
+    """Commit a round's tokens.
+
+    Args:
+        logits: `(1, N + 1, V)` of the root and the nodes.
+        tree: The N nodes.
+        ancestors: `(1, N + 1, N + 1)` bool.
+        record: Receives the tokens.
+        processors: The call's prepared processors.
+        do_sample: Sample, or take the best.
+    """
+    # A CPU reads nothing back, and selecting at unreached nodes would cost more than it saves.
+    if logits.device.type != "cpu" and is_row_wise(processors) and not record.needs_rows:
+        return device_walk(logits, tree, ancestors, record, processors, do_sample)
+    return lazy_walk(logits, tree, record, processors, do_sample)
+
+
+def commit_next(
+    logits: torch.Tensor, record: GenerationRecord, processors: LogitsProcessorList, do_sample: bool
+) -> tuple[int, bool]:
+    """One step of transformers' `_sample` on logits `(1, V)`: process, select, commit.
+
+    Returns:
+        The token, and whether generation ends with it.
+    """
+    row = logits.to(copy=True, dtype=torch.float32, device=record.input_ids.device)
+    scores = processors(record.input_ids, row)
+    if do_sample:
+        token = torch.multinomial(torch.nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+    else:
+        token = torch.argmax(scores, dim=-1)
+    stop = record.commit(token, scores, row)
+    return int(token), stop
+
+
+def lazy_walk(
+    logits: torch.Tensor, tree: DraftTree, record: GenerationRecord, processors: LogitsProcessorList, do_sample: bool
+) -> Walk:
+    """The walk on the host: exactly the calls that plain decoding makes, in its order."""
+    nodes = zip(tree.parents[0].tolist(), tree.token_ids[0].tolist(), tree.depths[0].tolist(), strict=True)
+    children = {(parent + 1, token): node for node, (parent, token, depth) in enumerate(nodes, start=1) if depth > 0}
+    rows = [0]
+    while True:
+        token, stop = commit_next(logits[:, rows[-1]], record, processors, do_sample)
+        child = children.get((rows[-1], token))
+        if stop or child is None:
+            return Walk(rows, stop)
+        rows.append(child)
+
+
+def device_walk(
+    logits: torch.Tensor,
+    tree: DraftTree,
+    ancestors: torch.Tensor,
+    record: GenerationRecord,
+    processors: LogitsProcessorList,
+    do_sample: bool,
+) -> Walk:
+    """The walk on tensors: choose at every node, follow the choices, read the path back once."""
+    noise = Noise(logits.device) if do_sample else None
+    depths = node_depths(ancestors)
+    deepest = min(record.room, logits.shape[1])  # static: no more tokens than that can be committed
+    choices = choose(logits, depths.clamp(max=deepest - 1), record.input_ids, processors, noise, deepest)
+    rows, tokens = follow(choices, tree, ancestors, depths, deepest)
+    path = torch.cat([rows, tokens], dim=1)[0].tolist()  # the round's one synchronisation
+    committed: list[int] = []
+    stop = False
+    for row, token in zip(path[:deepest], path[deepest:], strict=True):
+        if row < 0 or stop:
+            break
+        committed.append(row)
+        stop = record.commit(torch.tensor([token]), None, None)
+    if noise is not None:
+        noise.give_back(len(committed))
+    return Walk(committed, stop)
+
+
+def choose(
+    logits: torch.Tensor,
+    depths: torch.Tensor,
+    input_ids: torch.Tensor,
+    processors: LogitsProcessorList,
+    noise: Noise | None,
+    rows: int,
+) -> torch.Tensor:
+    """The token that plain decoding would select at every node, `(B, N + 1)`.
+
+    Args:
+        logits: `(B, N + 1, V)`.
+        depths: `(B, N + 1)`: nodes of one depth share a row of noise, since at most one of them is reached.
+        input_ids: For the processors' signature; row-wise ones do not look at it.
+        processors: Row-wise ones.
+        noise: `None` for greedy search.
+        rows: Rows of noise to draw.
+    """
+    scores = processors(input_ids, logits.float().flatten(0, 1)).view(logits.shape)
+    if noise is None:
+        return scores.argmax(dim=-1)
+    # multinomial(p, 1) is argmax(p / q), q exponential of p's shape.
+    probs = torch.nn.functional.softmax(scores, dim=-1)
+    return probs.div_(noise.draw(rows, logits.shape[-1])[depths]).argmax(dim=-1)
+
+
+def follow(
+    choices: torch.Tensor, tree: DraftTree, ancestors: torch.Tensor, depths: torch.Tensor, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The path that the choices `(B, N + 1)` take through the tree.
+
+    Returns:
+        Rows and chosen tokens of the path, `(B, length)` each, root first, row -1 behind its end.
+    """
+    chosen = (tree.depths > 0) & (tree.token_ids == choices.gather(1, tree.parents + 1))
+    chosen = torch.nn.functional.pad(chosen, (1, 0), value=True)  # the root
+    accepted = (chosen[:, None, :] | ~ancestors).all(dim=-1)  # (B, N + 1): the whole path to the node was chosen
+    place = torch.where(accepted & (depths < length), depths, length)
+    row = torch.arange(choices.shape[1], device=choices.device).expand_as(place)
+    rows = torch.full_like(choices, -1)[:, :1].repeat(1, length + 1).scatter(1, place, row)[:, :length]
+    return rows, choices.gather(1, rows.clamp(min=0))
+
+
+class Noise:
+    """Exponential noise from the device's default generator, a row a draw of `torch.multinomial`.
+
+    What is not used goes back, so that the generator ends where plain decoding would leave it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self.generator = torch.cuda.default_generators[index]
+        else:
+            self.generator = torch.default_generator
+        self._states: list[Any] = []
+
+    def draw(self, rows: int, vocabulary: int) -> torch.Tensor:
+        """`(rows, V)` float32, drawn row after row."""
+        drawn = []
+        for _ in range(rows):
+            self._states.append(self._state())
+            drawn.append(torch.empty(1, vocabulary, device=self.device).exponential_(1, generator=self.generator))
+        self._states.append(self._state())
+        return torch.cat(drawn)
+
+    def give_back(self, used: int) -> None:
+        """Set the generator to its state after the first `used` rows."""
+        state = self._states[used]
+        if isinstance(state, int):
+            self.generator.set_offset(state)
+        else:
+            self.generator.set_state(state)
+
+    def _state(self) -> Any:
+        # A CUDA generator's offset is a number on the host; its whole state would be copied.
+        return self.generator.get_offset() if self.device.type == "cuda" else self.generator.get_state()

@@ -1,0 +1,246 @@
+"""The DFlash drafter network (arXiv 2602.06036, section 3), with the calling convention of transformers' own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache
+from transformers.cache_utils import DFlashCache
+from transformers.masking_utils import create_bidirectional_mask, create_bidirectional_sliding_window_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
+)
+
+from .compat import MASK_CACHE_KEY
+from .configuration_dflash import DFlashConfig
+
+_MASKS: dict[str, Callable[..., Any]] = {
+    "full_attention": create_bidirectional_mask,
+    "sliding_attention": create_bidirectional_sliding_window_mask,
+}
+
+
+class DFlashAttention(nn.Module):
+    """Queries from the block; keys and values from the projected context and the block. Not causal inside a block."""
+
+    def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = False
+        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
+
+        query_width = config.num_attention_heads * self.head_dim
+        kv_width = config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_width, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # (B, Q, H)
+        context: torch.Tensor,  # (B, C, H)
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # (B, C + Q, head_dim) each
+        attention_mask: torch.Tensor | None,
+        cache: Cache | None,
+    ) -> torch.Tensor:
+        batch, q_len = hidden_states.shape[:2]
+        kv_states = torch.cat([context, hidden_states], dim=1)
+        heads = (batch, -1, self.config.num_attention_heads, self.head_dim)
+        kv_heads = (batch, -1, self.config.num_key_value_heads, self.head_dim)
+        query = self.q_norm(self.q_proj(hidden_states).view(heads)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(kv_states).view(kv_heads)).transpose(1, 2)
+        value = self.v_proj(kv_states).view(kv_heads).transpose(1, 2)
+
+        cos, sin = (table.unsqueeze(1) for table in position_embeddings)
+        # The block's rows are the last of the positions: queries take theirs from there.
+        query = query * cos[:, :, -q_len:] + rotate_half(query) * sin[:, :, -q_len:]
+        key = key * cos + rotate_half(key) * sin
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+
+        attention: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, _ = attention(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+        )
+        projected: torch.Tensor = self.o_proj(output.reshape(batch, q_len, -1))
+        return projected
+
+
+class DFlashDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = DFlashAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        context: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        cache: Cache | None,
+    ) -> torch.Tensor:
+        attended = self.self_attn(
+            self.input_layernorm(hidden_states), context, position_embeddings, attention_mask, cache
+        )
+        hidden_states = hidden_states + attended
+        output: torch.Tensor = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return output
+
+
+class DFlashPreTrainedModel(PreTrainedModel):
+    config_class = DFlashConfig
+    config: DFlashConfig
+    base_model_prefix = "model"
+    main_input_name = "noise_embeds"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DFlashDecoderLayer"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+
+
+class DFlashDraftModel(DFlashPreTrainedModel):
+    """
+    The drafter of DFlash: one pass over a block gives a hidden state for each of its positions. It has neither
+    embedding nor output head; both are the target's.
+
+    `from_pretrained` reads the published checkpoints (safetensors only, no remote code) and fails on missing,
+    unexpected or misshapen weights.
+    """
+
+    def __init__(self, config: DFlashConfig) -> None:
+        config.require_complete()
+        super().__init__(config)
+        assert config.target_layer_ids is not None
+        self.layers = nn.ModuleList([DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Load a drafter from a directory or hub id; arguments as [`PreTrainedModel.from_pretrained`].
+
+        Raises:
+            ValueError: The config lacks a required value, or the weights do not fit it exactly.
+            OSError: The checkpoint has no safetensors file.
+        """
+        return_info = kwargs.pop("output_loading_info", False)
+        if kwargs.pop("use_safetensors", True) is False:
+            raise ValueError("DFlashDraftModel loads safetensors only; convert the checkpoint.")
+        kwargs.pop("trust_remote_code", None)
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *args, use_safetensors=True, output_loading_info=True, **kwargs
+        )
+        faults = {kind: sorted(map(str, info.get(f"{kind}_keys") or ())) for kind in ("missing", "unexpected", "mismatched")}
+        if any(faults.values()):
+            listing = "; ".join(f"{kind}: {', '.join(keys[:8])}" for kind, keys in faults.items() if keys)
+            raise ValueError(
+                f"The weights of {pretrained_model_name_or_path} do not fit its config. {listing}. A drafter with other "
+                "weights than its config says drafts badly without any other sign, so it is not loaded."
+            )
+        return (model, info) if return_info else model
+
+    def forward(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        position_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
+        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutput:
+        r"""
+        Args:
+            noise_embeds (`torch.Tensor` of shape `(B, Q, H)`):
+                The target's embeddings of the bonus token and the mask tokens.
+            context_hidden_states (`torch.Tensor` of shape `(B, C, taps * H)`):
+                The tap layers' outputs, concatenated, of the C tokens committed since the last call.
+            position_ids (`torch.LongTensor` of shape `(B, C + Q)`, *optional*):
+                Positions of the context, then of the block. Counted on from the cache's length by default.
+            attention_mask (`torch.Tensor`, *optional*):
+                `(B, past + C + Q)` with 0 for padding, or an additive mask `(B, 1, Q, past + C + Q)`.
+            cache (`Cache`, *optional*):
+                Grows by C + Q rows; the caller crops the block's Q rows again. `past_key_values` is its older name.
+
+        Returns:
+            `BaseModelOutput`: `last_hidden_state` of shape `(B, Q, H)`, after the final norm. Row k goes through the
+            target's output head to predict the token k places after the bonus token.
+        """
+        cache = cache if cache is not None else past_key_values
+        context = self.hidden_norm(self.fc(context_hidden_states))
+        rows = context.shape[1] + noise_embeds.shape[1]
+        if position_ids is None:
+            past = cache.get_seq_length() if cache is not None else 0
+            position_ids = (torch.arange(rows, device=noise_embeds.device) + past).unsqueeze(0)  # type: ignore[assignment]
+        masks = self._masks(noise_embeds, context.shape[1], attention_mask, cache)
+        position_embeddings = self.rotary_emb(noise_embeds, position_ids)
+        hidden_states = noise_embeds
+        for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
+            hidden_states = layer(hidden_states, context, position_embeddings, masks[layer_type], cache)
+        return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
+
+    def _masks(
+        self,
+        noise_embeds: torch.Tensor,
+        context_rows: int,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None,
+        cache: Cache | None,
+    ) -> dict[str, torch.Tensor | None]:
+        """One mask per layer type: everything visible but padding and what lies outside a sliding window."""
+        if isinstance(attention_mask, dict):
+            return dict(attention_mask)
+        if attention_mask is not None and attention_mask.dim() == 4:
+            return dict.fromkeys(self.config.layer_types, attention_mask)
+        if cache is None:
+            cache = DFlashCache(config=self.config)
+        if hasattr(cache, "set_previous_accepted_tokens"):
+            # Queries start behind the context rows that this call is about to append.
+            cache.set_previous_accepted_tokens(context_rows)
+        arguments = {
+            "config": self.config,
+            "inputs_embeds": noise_embeds,
+            "attention_mask": attention_mask,
+            MASK_CACHE_KEY: cache,
+        }
+        return {kind: _MASKS[kind](**arguments) for kind in set(self.config.layer_types)}

@@ -1,0 +1,226 @@
+"""What `generate` returns: the token-by-token record that plain decoding would keep, and the statistics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from .compat import CacheAlias
+from .draft_tree import DraftTree
+
+
+class RoundTree(NamedTuple):
+    """One round's tree, for those who asked for it (`record_trees`)."""
+
+    root: int  # the bonus token's id
+    tree: DraftTree  # on the CPU
+    path: list[int]  # accepted nodes, in order
+
+
+@dataclass
+class DDTreeStats:
+    """
+    How a call went.
+
+    Attributes:
+        acceptance_lengths: Tokens committed in each round, bonus token included (the paper's tau).
+        node_counts: Nodes verified in each round, root excluded.
+        budgets: The budget of each round.
+        path: How rounds ran, and why: "captured", "compiled" or "plain", then the reason.
+        times: Seconds by stage over all rounds, when asked for (`record_times`).
+        trees: Each round's tree, when asked for (`record_trees`).
+    """
+
+    acceptance_lengths: list[int] = field(default_factory=list)
+    node_counts: list[int] = field(default_factory=list)
+    budgets: list[int] = field(default_factory=list)
+    path: str = "plain: rounds are launched one operation at a time"
+    times: dict[str, float] = field(default_factory=dict)
+    trees: list[RoundTree] = field(default_factory=list)
+
+    @property
+    def rounds(self) -> int:
+        """Target forwards over trees (the prompt's is not counted)."""
+        return len(self.acceptance_lengths)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens a round; 0 when there was none."""
+        return sum(self.acceptance_lengths) / self.rounds if self.rounds else 0.0
+
+    @contextmanager
+    def time(self, stage: str, device: torch.device | None) -> Iterator[None]:
+        """Add the time of a stage; without a device, nothing is measured."""
+        if device is None:
+            yield
+            return
+        _synchronize(device)
+        start = time.perf_counter()
+        yield
+        _synchronize(device)
+        self.times[stage] = self.times.get(stage, 0.0) + time.perf_counter() - start
+
+
+@dataclass
+class GenerateDDTreeOutput(CacheAlias, GenerateDecoderOnlyOutput):
+    """
+    Output of `generate(ddtree=..., return_dict_in_generate=True)`: [`GenerateDecoderOnlyOutput`] and how it went.
+
+    Args:
+        ddtree_stats (`DDTreeStats`): Rounds, acceptance lengths, node counts.
+
+    The cache is readable as `cache` and as `past_key_values`, whatever the version calls it.
+    """
+
+    ddtree_stats: DDTreeStats | None = None
+
+
+class GenerationRecord:
+    """
+    Ids, scores, criteria and streamer, one committed token at a time, in the order of transformers' `_sample`.
+
+    Args:
+        input_ids: `(1, L)`, the prompt.
+        generation_config: The call's prepared config.
+        stopping_criteria: The call's prepared criteria.
+        streamer: Gets each committed token as a `(1,)` tensor.
+    """
+
+    def __init__(
+        self,
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        stopping_criteria: StoppingCriteriaList,
+        streamer: Any | None,
+    ) -> None:
+        config = generation_config
+        self.criteria = stopping_criteria
+        self.streamer = streamer
+        self.max_length = int(config.max_length)
+        self.length = input_ids.shape[1]
+        self._buffer = input_ids.new_zeros(1, max(self.max_length, self.length))
+        self._buffer[:, : self.length] = input_ids
+        self.return_dict = bool(config.return_dict_in_generate)
+        wanted = (config.output_scores, config.output_logits, config.output_hidden_states, config.output_attentions)
+        self.scores, self.logits, self.hidden_states, self.attentions = (
+            () if self.return_dict and flag else None for flag in wanted
+        )
+        self._host_stop = _HostStop.of(stopping_criteria)
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """Prompt and committed tokens, `(1, length)`."""
+        return self._buffer[:, : self.length]
+
+    @property
+    def last_token(self) -> torch.Tensor:
+        """`(1, 1)`."""
+        return self._buffer[:, self.length - 1 : self.length]
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be committed."""
+        return self.max_length - self.length
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether a committed token needs more of its round than its id."""
+        outputs = (self.scores, self.logits, self.hidden_states, self.attentions)
+        return self._host_stop is None or any(output is not None for output in outputs)
+
+    def commit(self, token: torch.Tensor, scores: torch.Tensor | None, logits: torch.Tensor | None) -> bool:
+        """Append one token and tell criteria and streamer.
+
+        Args:
+            token: `(1,)` int64.
+            scores: `(1, V)` float32, processed; may be `None` unless `needs_rows`.
+            logits: `(1, V)` float32, as the model gave them; likewise.
+
+        Returns:
+            Whether generation ends with this token.
+        """
+        self._buffer[:, self.length] = token
+        self.length += 1
+        if self.scores is not None:
+            self.scores += (scores,)
+        if self.logits is not None:
+            self.logits += (logits,)
+        if self._host_stop is not None:
+            stop = self._host_stop(self.length, token)
+        else:
+            stop = bool(self.criteria(self.input_ids, self.scores).all())
+        if self.streamer is not None:
+            self.streamer.put(token.cpu())
+        return stop
+
+    def add_states(self, outputs: Any, rows: Sequence[int], committed: int | None) -> None:
+        """Keep hidden states and attentions of the rows that gave the committed tokens.
+
+        Args:
+            outputs: A forward's output.
+            rows: The rows, root (0) first; each is a child of the one before.
+            committed: Cache rows before the forward; `None` keeps its states whole (a prompt's, a plain step's).
+        """
+        if self.hidden_states is not None:
+            if committed is None:
+                self.hidden_states += (outputs.hidden_states,)
+            else:
+                self.hidden_states += tuple(tuple(h[:, r : r + 1] for h in outputs.hidden_states) for r in rows)
+        if self.attentions is not None:
+            if committed is None:
+                self.attentions += (outputs.attentions,)
+                return
+            for count, row in enumerate(rows, start=1):
+                columns = [*range(committed), *(committed + r for r in rows[:count])]
+                self.attentions += (
+                    tuple(None if a is None else a[:, :, row : row + 1, columns] for a in outputs.attentions),
+                )
+
+
+class _HostStop:
+    """The stock criteria as questions to the host: they need the token and the length, no tensor."""
+
+    def __init__(self, max_lengths: list[int], eos: set[int], timers: list[MaxTimeCriteria]) -> None:
+        self.max_length = min(max_lengths, default=None)
+        self.eos = eos
+        self.timers = timers
+
+    @classmethod
+    def of(cls, criteria: StoppingCriteriaList) -> _HostStop | None:
+        """`None` when one of the criteria is not a stock one."""
+        max_lengths, eos, timers = [], set(), []
+        for criterion in criteria:
+            if type(criterion) is MaxLengthCriteria:
+                max_lengths.append(int(criterion.max_length))
+            elif type(criterion) is EosTokenCriteria:
+                eos.update(criterion.eos_token_id.tolist())
+            elif type(criterion) is MaxTimeCriteria:
+                timers.append(criterion)
+            else:
+                return None
+        return cls(max_lengths, eos, timers)
+
+    def __call__(self, length: int, token: torch.Tensor) -> bool:
+        return (
+            (self.max_length is not None and length >= self.max_length)
+            or int(token) in self.eos
+            or any(time.time() - timer.initial_timestamp > timer.max_time for timer in self.timers)
+        )
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,239 @@
+"""Static K/V rows for trees: written by slot, kept by path, reused by later calls.
+
+Three numbers that are easily confused: an id's index in the sequence, its position (what rotary embeddings see) and
+its slot (its row here). This file knows slots only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+_ROW_MULTIPLE = 64  # launched plainly, attention reads the committed rows rounded up to this
+_MIN_CAPACITY = 256
+
+
+def capacity_for(rows: int) -> int:
+    """The buffer size that holds `rows`: powers of two, so that calls of other lengths find theirs already there."""
+    return max(_MIN_CAPACITY, 1 << (rows - 1).bit_length())
+
+
+class TreeLayer(CacheLayerMixin):
+    """K/V rows of one attention layer, `(B, heads, capacity, head_dim)`.
+
+    Full length for sliding-window layers too: a window belongs into the mask, since rows once evicted cannot come back
+    when the nodes that pushed them out are rejected.
+    """
+
+    is_croppable = True
+    is_compileable = False
+
+    def __init__(self, owner: TreeCache, is_sliding: bool) -> None:
+        super().__init__()
+        self.owner = owner
+        self.is_sliding = is_sliding
+        self.rows = 0  # rows written one after another, committed or (a prompt's) about to be
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = self._empty(key_states), self._empty(value_states)
+        self.is_initialized = True
+
+    def _empty(self, like: torch.Tensor) -> torch.Tensor:
+        # Zeros, not empty: masked rows are read too, and 0 * NaN would get through a softmax.
+        return like.new_zeros(*like.shape[:2], self.owner.capacity, like.shape[-1])
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a prompt's rows behind the last one, or, while a tree is being verified, the tree's at its slots."""
+        if not self._fits(key_states, value_states):
+            self.lazy_initialization(key_states, value_states)
+        slots = self.owner.slots
+        if slots is not None:
+            self.append(key_states, value_states, slots.to(self.device))
+            view = self.owner.view
+        else:
+            view = self.rows + key_states.shape[-2]
+            self.keys[:, :, self.rows : view] = key_states
+            self.values[:, :, self.rows : view] = value_states
+            self.rows = view
+        return self.keys[:, :, :view], self.values[:, :, :view]
+
+    def append(self, key_states: torch.Tensor, value_states: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write rows `(B, heads, N, head_dim)` at `slots (B, N)`."""
+        _scatter_rows(self.keys, slots, key_states)
+        _scatter_rows(self.values, slots, value_states)
+
+    def keep(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Move the rows at slots `source (B, P)` to slots `target (B, P)`."""
+        for buffer in (self.keys, self.values):
+            index = source.to(self.device)[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
+            _scatter_rows(buffer, target.to(self.device), buffer.gather(2, index))
+
+    def grow(self) -> None:
+        """Move to buffers of the owner's capacity."""
+        if self.is_initialized and self.keys.shape[2] < self.owner.capacity:
+            for name in ("keys", "values"):
+                old = getattr(self, name)
+                new = self._empty(old)
+                new[:, :, : self.rows] = old[:, :, : self.rows]
+                setattr(self, name, new)
+
+    def _fits(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
+        """Whether the buffers are those of this model as it is now (it may have been cast or moved since)."""
+        return self.is_initialized and all(
+            buffer.dtype == rows.dtype
+            and buffer.device == rows.device
+            and buffer.shape[:2] == rows.shape[:2]
+            and buffer.shape[3] == rows.shape[3]
+            for buffer, rows in ((self.keys, key_states), (self.values, value_states))
+        )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.rows + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.rows
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.rows = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` rows (transformers' sign)."""
+        self.rows -= abs(tokens_to_remove)
+
+
+class TreeCache(Cache):
+    """
+    The target's cache while trees are verified.
+
+    A prompt is appended through the stock path, row after row. Then each round calls `open_tree`, runs the target,
+    and calls `keep`. `length` is the host's copy of the number of committed rows, the one source of truth.
+
+    Args:
+        sliding (`Sequence[bool]`): One entry a cache layer: whether it is a sliding-window layer.
+        capacity (`int`): Rows; see `reserve`.
+    """
+
+    def __init__(self, sliding: Sequence[bool], capacity: int = _MIN_CAPACITY) -> None:
+        self.capacity = capacity
+        self.slots: torch.Tensor | None = None  # (B, N) while a tree is open
+        self.view = 0  # rows that attention reads while a tree is open
+        super().__init__(layers=[TreeLayer(self, is_sliding) for is_sliding in sliding])
+
+    @property
+    def length(self) -> int:
+        """Committed rows."""
+        return max(layer.rows for layer in self.layers)
+
+    def reserve(self, rows: int) -> None:
+        """Make room for `rows` rows, keeping what is committed."""
+        if rows > self.capacity:
+            self.capacity = capacity_for(rows)
+            for layer in self.layers:
+                layer.grow()
+
+    def open_tree(self, nodes: int, device: torch.device, batch: int = 1) -> torch.Tensor:
+        """Let the next forward write `nodes` rows, root included, behind the committed ones.
+
+        Returns:
+            `torch.LongTensor` of shape `(B, N)`: their slots.
+        """
+        length = self.length
+        if length + nodes > self.capacity:
+            raise RuntimeError(f"A tree of {nodes} rows at {length} does not fit {self.capacity} rows.")
+        self.view = min(-(-(length + nodes) // _ROW_MULTIPLE) * _ROW_MULTIPLE, self.capacity)
+        self.slots = (torch.arange(nodes, device=device) + length).expand(batch, -1)
+        return self.slots
+
+    def close_tree(self) -> None:
+        """Drop what is left of an open tree: its rows are not committed and will be written over."""
+        self.slots = None
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Commit the rows of a path through the open tree, root (0) first, and close the tree."""
+        assert self.slots is not None
+        length = self.length
+        if list(path) != list(range(len(path))):  # else the rows already lie where they belong
+            source = self.slots[:, torch.tensor(path, device=self.slots.device)]
+            target = self.slots[:, : len(path)]
+            for layer in self.layers:
+                if layer.is_initialized:
+                    layer.keep(source, target)
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.rows = length + len(path)
+        self.slots = None
+
+    def reset(self) -> None:
+        """Forget all rows, keep the buffers."""
+        self.slots = None
+        for layer in self.layers:
+            layer.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` rows (transformers' sign)."""
+        for layer in self.layers:
+            layer.crop(tokens_to_remove)
+
+    def load(self, cache: Cache) -> None:
+        """Take over the rows of another cache, from the first one on."""
+        self.reset()
+        length = int(cache.get_seq_length())
+        self.reserve(length)
+        for mine, theirs in zip(self.layers, cache.layers, strict=False):
+            if getattr(theirs, "keys", None) is None or length == 0:
+                continue
+            held = min(length, theirs.keys.shape[2])
+            # A dynamic sliding layer has dropped the rows before its window, a static one has rows to spare.
+            keys, values = (
+                rows[:, :, :held] if theirs.keys.shape[2] > length else rows[:, :, -held:]
+                for rows in (theirs.keys, theirs.values)
+            )
+            mine.lazy_initialization(keys, values)
+            mine.keys[:, :, length - held : length] = keys
+            mine.values[:, :, length - held : length] = values
+            mine.rows = length
+
+    def export(self, cache: Cache) -> None:
+        """Append the rows that `cache` does not have yet to it."""
+        have, length = int(cache.get_seq_length()), self.length
+        if length <= have:
+            return
+        for index, layer in enumerate(self.layers):
+            if layer.is_initialized:
+                cache.update(layer.keys[:, :, have:length].clone(), layer.values[:, :, have:length].clone(), index)
+
+
+class DraftCache(TreeCache):
+    """
+    A drafter's context, with the offsets of transformers' `DFlashCache`: in one forward, keys and values are
+    `context_rows` rows more than queries.
+    """
+
+    context_rows = 0
+
+    def set_previous_accepted_tokens(self, number_of_accepted_tokens: int) -> None:
+        self.context_rows = number_of_accepted_tokens
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.length + self.context_rows
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.length + self.context_rows + query_length, 0
+
+
+def _scatter_rows(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """`buffer (B, heads, S, D)` at `slots (B, N)` becomes `rows (B, heads, N, D)`."""
+    buffer.scatter_(2, slots[:, None, :, None].expand_as(rows), rows)

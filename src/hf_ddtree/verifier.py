@@ -1,0 +1,260 @@
+"""The target's forward: the only place that runs the target, with its feature taps and tree masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from .compat import CACHE_KEY
+from .draft_tree import node_depths
+from .tree_cache import TreeCache
+
+
+class FeatureTaps:
+    """Forward hooks on the tap layers, live only inside `recording()`.
+
+    The last layer is tapped after the final norm, as transformers' own DFlash sees it. A processor's own forward, an
+    inner `generate` and other threads find another recording, or none, and write nowhere.
+    """
+
+    _current: ContextVar[tuple[FeatureTaps, dict[int, list[torch.Tensor]]] | None] = ContextVar(
+        "hf_ddtree_recording", default=None
+    )
+
+    def __init__(self, model: Any, layer_ids: Sequence[int]) -> None:
+        self.layer_ids = tuple(layer_ids)
+        layers = decoder_layers(model)
+        self._handles = [
+            (model.get_decoder() if i == len(layers) - 1 else layers[i]).register_forward_hook(self._hook(i))
+            for i in self.layer_ids
+        ]
+
+    def _hook(self, layer_id: int) -> Any:
+        def record(module: nn.Module, args: Any, output: Any) -> None:
+            current = self._current.get()
+            if current is not None and current[0] is self:
+                current[1][layer_id].append(output if isinstance(output, torch.Tensor) else output[0])
+
+        return record
+
+    @contextmanager
+    def recording(self) -> Iterator[dict[int, list[torch.Tensor]]]:
+        """Collect what the tap layers return: per layer, one `(B, chunk, H)` tensor a forward."""
+        chunks: dict[int, list[torch.Tensor]] = {layer_id: [] for layer_id in self.layer_ids}
+        token = self._current.set((self, chunks))
+        try:
+            yield chunks
+        finally:
+            self._current.reset(token)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class Verification(NamedTuple):
+    """What one target call over a tree gives; row 0 is the root, row i + 1 node i."""
+
+    logits: torch.Tensor  # (B, N + 1, V), the target's dtype
+    features: torch.Tensor  # (B, N + 1, taps * H)
+    outputs: Any  # the model's own output, for hidden states and attentions
+
+
+class Verifier:
+    """
+    One target call: ids, positions, mask -> logits and features.
+
+    Args:
+        model: The target.
+        layer_ids: Tap layers.
+        cache: Where the rows go.
+        output_kwargs: `output_hidden_states` and `output_attentions` as the caller of `generate` set them.
+    """
+
+    def __init__(self, model: Any, layer_ids: Sequence[int], cache: TreeCache, output_kwargs: dict[str, Any]) -> None:
+        self.model = model
+        self.cache = cache
+        self.taps = FeatureTaps(model, layer_ids)
+        self.config = model.config.get_text_config(decoder=True)
+        self.dtype = model.dtype
+        self.output_kwargs = output_kwargs
+        self.prompt_mask: torch.Tensor | None = None  # (B, slots) bool, False where the prompt is padded
+        self.windows = attention_windows(self.config)
+        self.drops_cache = False  # whether the next step has to be a plain one as well
+
+    def prefill(
+        self, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    ) -> tuple[Any, torch.Tensor]:
+        """Run the prompt through the stock path into our cache.
+
+        Returns:
+            The model's output (logits of the last position) and the features `(B, new slots, taps * H)`.
+        """
+        already = self.cache.length
+        mask = model_kwargs.get("attention_mask")
+        with self._target_call() as chunks:
+            outputs = self.model._prefill(
+                input_ids,
+                generation_config,
+                model_kwargs | {CACHE_KEY: self.cache},
+                is_first_iteration=not generation_config.is_assistant,
+            )
+        if (filled := outputs[CACHE_KEY]) is not self.cache:  # Phi-3 takes a new cache beyond its rope switch
+            self.cache.load(filled)
+        if mask is not None and not bool(mask.all()):
+            self.prompt_mask = mask[:, : self.cache.length].bool()
+        return outputs, self._features(chunks, self.cache.length - already)
+
+    def plain_step(self, input_ids: torch.Tensor, position: torch.Tensor, model_kwargs: dict[str, Any]) -> Verification:
+        """One step as plain decoding makes it, for the place where a model may drop its own cache.
+
+        Phi-3 recomputes all rows when it passes its rope switch; it then gets our cache, empty. The tree left open is
+        the root alone.
+
+        Args:
+            input_ids: `(1, L)`, the root last.
+            position: `(1, 1)`, the root's.
+            model_kwargs: As `generate` prepared them for the prompt.
+        """
+        step_kwargs = model_kwargs | {CACHE_KEY: self.cache}
+        prompt_positions = model_kwargs["position_ids"]
+        since = torch.arange(int(position.max() - prompt_positions.max()), device=position.device) + 1
+        step_kwargs["position_ids"] = torch.cat([prompt_positions, prompt_positions[..., -1:] + since], dim=-1)
+        if (mask := model_kwargs.get("attention_mask")) is not None:
+            step_kwargs["attention_mask"] = torch.nn.functional.pad(mask, (0, len(since)), value=1)
+        inputs = self.model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **step_kwargs)
+        if dropped := inputs.get(CACHE_KEY) is None:
+            self.cache.reset()
+            inputs[CACHE_KEY] = self.cache
+        already = self.cache.length
+        with self._target_call() as chunks:
+            outputs = self.model._call_impl(**inputs, return_dict=True)
+        features = self._features(chunks, self.cache.length - already)
+        # Before 5.18, Phi-3 runs the last token alone and drops the cache again at every later step.
+        self.drops_cache = dropped and self.cache.length < input_ids.shape[1]
+        self.cache.crop(-1)
+        self.cache.open_tree(1, input_ids.device)
+        return Verification(outputs.logits[:, -1:], features[:, -1:], outputs)
+
+    def verify(self, token_ids: torch.Tensor, positions: torch.Tensor, ancestors: torch.Tensor) -> Verification:
+        """Run a tree through the target, its rows open in the cache.
+
+        Args:
+            token_ids: `(B, N + 1)`, root first.
+            positions: `(B, 1)` or `(3, B, 1)`, the root's position; a node's is its depth further on.
+            ancestors: `(B, N + 1, N + 1)` bool, see `ancestor_matrix`.
+        """
+        depths = node_depths(ancestors)  # (B, N + 1)
+        length = self.cache.length
+        slots = self.cache.open_tree(token_ids.shape[1], token_ids.device, token_ids.shape[0])
+        masks = {
+            kind: tree_mask(ancestors, depths, slots, length, self.cache.view, self.prompt_mask, window, self.dtype)
+            for kind, window in self.windows.items()
+        }
+        with self._target_call() as chunks:
+            outputs = self.model._call_impl(
+                input_ids=token_ids,
+                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+                position_ids=positions + depths,
+                use_cache=True,
+                return_dict=True,
+                **{CACHE_KEY: self.cache},
+                **self.output_kwargs,
+            )
+        return Verification(outputs.logits, self._features(chunks, token_ids.shape[1]), outputs)
+
+    def close(self) -> None:
+        self.taps.remove()
+
+    @contextmanager
+    def _target_call(self) -> Iterator[dict[int, list[torch.Tensor]]]:
+        """Record features; on a model compiled in place run the uncompiled forward, where hooks fire."""
+        compiled, self.model._compiled_call_impl = self.model._compiled_call_impl, None
+        try:
+            with self.taps.recording() as chunks:
+                yield chunks
+        finally:
+            self.model._compiled_call_impl = compiled
+
+    def _features(self, chunks: dict[int, list[torch.Tensor]], rows: int) -> torch.Tensor:
+        """The tap layers' outputs, concatenated.
+
+        Raises:
+            RuntimeError: A layer gave nothing or too little, as when something bypasses the hooks.
+        """
+        states = []
+        for layer_id, parts in chunks.items():
+            state = torch.cat(parts, dim=1) if len(parts) > 1 else (parts[0] if parts else None)
+            if state is None or state.shape[1] != rows:
+                got = "nothing" if state is None else f"{state.shape[1]} rows"
+                raise RuntimeError(f"Layer {layer_id} of the target gave {got} instead of features for {rows} rows.")
+            states.append(state)
+        return torch.cat([state.to(states[0].device) for state in states], dim=-1)
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The target's decoder layers.
+
+    Raises:
+        ValueError: The decoder has no list of `num_hidden_layers` modules.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for child in model.get_decoder().children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            return child
+    raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers to take features from.")
+
+
+def attention_windows(config: Any) -> dict[str, int | None]:
+    """The layer kinds of a target and each one's sliding window, `None` for full attention."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
+    return {kind: window if kind == "sliding_attention" else None for kind in dict.fromkeys(kinds)}
+
+
+def tree_mask(
+    ancestors: torch.Tensor,
+    depths: torch.Tensor,
+    slots: torch.Tensor,
+    length: int | torch.Tensor,
+    view: int,
+    prompt_mask: torch.Tensor | None,
+    window: int | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The additive mask of a tree: committed rows, ancestors and itself.
+
+    Args:
+        ancestors: `(B, N, N)` bool, root included.
+        depths: `(B, N)`.
+        slots: `(B, N)`, where the tree's rows are written.
+        length: Committed rows.
+        view: Columns of the mask.
+        prompt_mask: `(B, slots)` bool, False for padded prompt rows.
+        window: Sliding window. It goes by slot, the root's plus the depth, as plain decoding's would.
+        dtype: The model's.
+
+    Returns:
+        `(B, 1, N, view)`: 0 where attention is allowed, `finfo.min` elsewhere (a bool mask would be added as 1 by eager
+        attention, and -inf makes a row of NaN).
+    """
+    batch, nodes = slots.shape
+    columns = torch.arange(view, device=slots.device).expand(batch, -1)
+    committed = columns < length
+    if prompt_mask is not None:
+        prompt = torch.nn.functional.pad(prompt_mask, (0, view - prompt_mask.shape[1]), value=True)
+        committed = committed & prompt
+    allowed = committed[:, None, :].expand(batch, nodes, view).clone()
+    allowed.scatter_(2, slots[:, None, :].expand(batch, nodes, nodes), ancestors)
+    if window is not None:
+        node_slots = length + depths
+        key_slots = columns.scatter(1, slots, node_slots)
+        allowed &= node_slots[:, :, None] - key_slots[:, None, :] < window
+    mask = torch.zeros(batch, 1, nodes, view, dtype=dtype, device=slots.device)
+    return mask.masked_fill_(~allowed[:, None], torch.finfo(dtype).min)

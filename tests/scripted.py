@@ -1,0 +1,132 @@
+"""Tiny targets with wide logit gaps, and drafters whose quality a test sets."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from hf_ddtree import DDTreeCandidateGenerator, DFlashConfig, DFlashDraftModel
+
+VOCAB = 211
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def tiny_target(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A random fp32 target of a family, with logit gaps far above rounding noise."""
+    sizes = SIZES | overrides
+    torch.manual_seed(seed)
+    if family == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
+    elif family == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes))
+    elif family == "qwen2_mixed":  # full and sliding layers in one model
+        model = Qwen2ForCausalLM(
+            Qwen2Config(**sizes, use_sliding_window=True, sliding_window=24, max_window_layers=2)
+        )
+    elif family == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16))
+    elif family == "mistral":
+        model = MistralForCausalLM(MistralConfig(**sizes, sliding_window=24))
+    elif family == "phi3":
+        half = 6  # head_dim 12
+        rope = {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * half,
+            "long_factor": [1.0 + 0.7 * i for i in range(half)],
+            "original_max_position_embeddings": 64,
+        }
+        model = Phi3ForCausalLM(
+            Phi3Config(**sizes, rope_parameters=rope, original_max_position_embeddings=64)
+        )
+    else:
+        raise ValueError(family)
+    return model.eval()
+
+
+def tiny_drafter(target: PreTrainedModel, seed: int = 1, block_size: int = 8, **overrides: Any) -> DFlashDraftModel:
+    """A random drafter that fits a target: it drafts nonsense."""
+    torch.manual_seed(seed)
+    config = DFlashConfig.from_target(
+        target.config, target_layer_ids=[0, 2], mask_token_id=3, block_size=block_size, num_hidden_layers=2, **overrides
+    )
+    return DFlashDraftModel(config).eval()
+
+
+def prompt_ids(length: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(4, vocab, (1, length), generator=generator)
+
+
+@contextlib.contextmanager
+def scripted(text: torch.Tensor | Sequence[int], hit: float, seed: int = 0, vocab: int = VOCAB) -> Iterator[None]:
+    """Make every drafter propose from a known continuation.
+
+    At each depth the true token is the first choice with probability `hit`; else it is the second or third half the
+    time (so that a branch is the right one), or missing. The drafter's own forward still runs.
+
+    Args:
+        text: Prompt and continuation, as plain decoding gave them; positions must count from 0.
+        hit: From 0 (useless) to 1 (perfect).
+    """
+    known = torch.as_tensor(text).flatten().tolist()
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform() -> float:
+        return float(torch.rand((), generator=generator))
+
+    original = DDTreeCandidateGenerator.propose
+
+    def propose(
+        self: DDTreeCandidateGenerator, root: torch.Tensor, position: torch.Tensor, depth: int, candidates: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        original(self, root, position, depth, candidates)
+        width = min(candidates, vocab)
+        start = int(position) + 1
+        token_ids = torch.stack([torch.randperm(vocab, generator=generator)[:width] for _ in range(depth)])
+        for d in range(depth):
+            truth = known[start + d] if start + d < len(known) else None
+            if truth is None:
+                continue
+            rank = 0 if uniform() < hit else (1 + int(uniform() * 2) if uniform() < 0.5 else None)
+            if rank is None or rank >= width:
+                token_ids[d][token_ids[d] == truth] = (truth + 1) % vocab
+                continue
+            if (there := (token_ids[d] == truth).nonzero()).numel():
+                token_ids[d, there[0, 0]] = token_ids[d, rank]
+            token_ids[d, rank] = truth
+        log_probs = torch.log_softmax(-torch.arange(width, dtype=torch.float32) * (0.5 + 3 * hit), dim=0)
+        return token_ids[None].to(root.device), log_probs.expand(1, depth, width).to(root.device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DDTreeCandidateGenerator, "propose", propose)
+        yield
