@@ -81,7 +81,7 @@ def ddtree_decoding(
                 # Draft a block and build the tree from its distributions.
                 crossing = regime != (regime := rope_regime(verifier.config, record.length, position))
                 crossing = crossing or verifier.drops_cache
-                depth = min(record.room - 1, rope_room(verifier.config, record.length, position))
+                depth = min([record.room - 1, *rope_room(verifier.config, record.length, position)])
                 with stats.time("draft", timed):
                     if depth > 0 and not crossing:
                         tree = source.draft_tree(record.last_token, position[..., -1:].view(1, 1), depth)
@@ -98,7 +98,7 @@ def ddtree_decoding(
                 # Walk from the root by the target's own choice.
                 with stats.time("walk", timed):
                     rows, stop = walk(verified.logits, tree, ancestors, record, logits_processor, do_sample)
-                    record.add_states(verified.outputs, rows, None if crossing else committed)
+                    record.add_states(verified.outputs, rows, None if crossing else committed, verifier.layer_windows)
                 # Keep the path's rows, drop the rest; its features are the drafter's next context.
                 with stats.time("keep", timed):
                     cache.keep(rows)
@@ -160,13 +160,12 @@ def rope_regime(config: Any, length: int, position: torch.Tensor) -> tuple[bool,
     return (length > switch, int(position.max()) >= switch) if switch is not None else (False, False)
 
 
-def rope_room(config: Any, length: int, position: torch.Tensor) -> int:
-    """The depth to which nodes behind a root stay on its side of `longrope`'s switch."""
+def rope_room(config: Any, length: int, position: torch.Tensor) -> list[int]:
+    """Depths beyond which nodes behind a root would pass `longrope`'s switch; empty when there is none ahead."""
     switch = rope_switch(config)
     if switch is None:
-        return length
-    before = [switch - length, switch - 1 - int(position.max())]
-    return min([room for room in before if room >= 0], default=length)
+        return []
+    return [room for room in (switch - length, switch - 1 - int(position.max())) if room >= 0]
 
 
 def rope_switch(config: Any) -> int | None:

@@ -166,13 +166,16 @@ class GenerationRecord:
             self.streamer.put(token.cpu())
         return stop
 
-    def add_states(self, outputs: Any, rows: Sequence[int], committed: int | None) -> None:
+    def add_states(
+        self, outputs: Any, rows: Sequence[int], committed: int | None, windows: Sequence[int | None] = ()
+    ) -> None:
         """Keep hidden states and attentions of the rows that gave the committed tokens.
 
         Args:
             outputs: A forward's output.
             rows: The rows, root (0) first; each is a child of the one before.
             committed: Cache rows before the forward; `None` keeps its states whole (a prompt's, a plain step's).
+            windows: Each layer's sliding window; plain decoding's attentions have no columns beyond it.
         """
         if self.hidden_states is not None:
             if committed is None:
@@ -186,7 +189,10 @@ class GenerationRecord:
             for count, row in enumerate(rows, start=1):
                 columns = [*range(committed), *(committed + r for r in rows[:count])]
                 self.attentions += (
-                    tuple(None if a is None else a[:, :, row : row + 1, columns] for a in outputs.attentions),
+                    tuple(
+                        None if attention is None else attention[:, :, row : row + 1, columns[-(window or 0) :]]
+                        for attention, window in zip(outputs.attentions, windows, strict=True)
+                    ),
                 )
 
 

@@ -85,7 +85,9 @@ class Verifier:
         self.dtype = model.dtype
         self.output_kwargs = output_kwargs
         self.prompt_mask: torch.Tensor | None = None  # (B, slots) bool, False where the prompt is padded
-        self.windows = attention_windows(self.config)
+        kinds = layer_kinds(self.config)
+        self.layer_windows = [window for _, window in kinds]  # a layer
+        self.windows = dict(kinds)  # a kind
         self.drops_cache = False  # whether the next step has to be a plain one as well
 
     def prefill(
@@ -211,11 +213,13 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers to take features from.")
 
 
-def attention_windows(config: Any) -> dict[str, int | None]:
-    """The layer kinds of a target and each one's sliding window, `None` for full attention."""
+def layer_kinds(config: Any) -> list[tuple[str, int | None]]:
+    """Each decoder layer's kind and sliding window, `None` for full attention."""
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
-    return {kind: window if kind == "sliding_attention" else None for kind in dict.fromkeys(kinds)}
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
+    return [(kind, window if kind == "sliding_attention" else None) for kind in kinds]
 
 
 def tree_mask(

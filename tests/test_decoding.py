@@ -1,0 +1,388 @@
+"""`generate(ddtree=...)` writes what plain `generate` writes: ids, random state, cache, outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from hf_ddtree.compat import CACHE_KEY
+from hf_ddtree import DDTreeConfig, DFlashDraftModel, GenerateDDTreeOutput
+
+FAMILIES = ("llama", "qwen2", "qwen2_mixed", "qwen3", "mistral", "phi3")
+GREEDY: dict[str, Any] = {"do_sample": False}
+PENALTY: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.3}
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9}
+PURE_SAMPLING: dict[str, Any] = {"do_sample": True, "top_k": 0}
+
+
+def plain(model: PreTrainedModel, ids: torch.Tensor, new: int, options: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+    torch.manual_seed(5)
+    out = model.generate(ids, max_new_tokens=new, return_dict_in_generate=True, **options)
+    return out, torch.get_rng_state()
+
+
+def trees(
+    model: PreTrainedModel,
+    drafter: DFlashDraftModel,
+    ids: torch.Tensor,
+    new: int,
+    options: dict[str, Any],
+    config: DDTreeConfig | bool = True,
+) -> tuple[GenerateDDTreeOutput, torch.Tensor]:
+    torch.manual_seed(5)
+    out = model.generate(
+        ids, max_new_tokens=new, assistant_model=drafter, ddtree=config, return_dict_in_generate=True, **options
+    )
+    return out, torch.get_rng_state()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def target(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return tiny_target(request.param)
+
+
+@pytest.mark.parametrize("options", [GREEDY, PENALTY, SAMPLING, PURE_SAMPLING], ids=["greedy", "penalty", "warped", "pure"])
+@pytest.mark.parametrize(
+    ("prompt", "new", "block", "budget", "hit"),
+    [
+        (1, 30, 4, 1, 0.6),
+        (1, 12, 16, 255, 0.9),
+        (11, 1, 8, 15, 1.0),
+        (11, 40, 8, 7, 0.6),
+        (30, 60, 16, 63, 0.8),  # passes the windows of 24 and Phi-3's switch at 64
+        (63, 9, 8, 15, 1.0),
+        (70, 25, 8, 16, 0.0),
+    ],
+)
+def test_equal_to_plain(
+    target: PreTrainedModel, options: dict[str, Any], prompt: int, new: int, block: int, budget: int, hit: float
+) -> None:
+    ids = prompt_ids(prompt)
+    expected, expected_state = plain(target, ids, new, options)
+    with scripted(expected.sequences, hit):
+        out, state = trees(target, tiny_drafter(target, block_size=block), ids, new, options, DDTreeConfig(budget=budget))
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert torch.equal(state, expected_state)
+    assert out.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    assert sum(out.ddtree_stats.acceptance_lengths) == new - 1  # the prompt's forward gives one token
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [GREEDY, PENALTY, SAMPLING], ids=["greedy", "penalty", "warped"])
+@pytest.mark.parametrize("prompt", [1, 2, 17, 64, 150, 600])
+@pytest.mark.parametrize("new", [1, 2, 50, 200])
+@pytest.mark.parametrize("budget", [1, 2, 15, 64, 255])
+def test_equal_to_plain_on_the_grid(
+    target: PreTrainedModel, options: dict[str, Any], prompt: int, new: int, budget: int
+) -> None:
+    ids = prompt_ids(prompt, seed=prompt)
+    expected, expected_state = plain(target, ids, new, options)
+    for block, hit in ((4, 1.0), (7, 0.5), (16, 0.85), (16, 0.0)):
+        with scripted(expected.sequences, hit, seed=new):
+            drafter = tiny_drafter(target, block_size=block)
+            out, state = trees(target, drafter, ids, new, options, DDTreeConfig(budget=budget))
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        assert torch.equal(state, expected_state)
+
+
+@pytest.mark.parametrize("tree", ["best_first", "chain", "static"])
+def test_every_kind_of_tree_is_exact(tree: Any) -> None:
+    model = tiny_target("qwen3")
+    ids = prompt_ids(9)
+    expected, _ = plain(model, ids, 50, GREEDY)
+    with scripted(expected.sequences, 0.7):
+        out, _ = trees(model, tiny_drafter(model), ids, 50, GREEDY, DDTreeConfig(budget=20, tree=tree))
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert out.ddtree_stats.mean_acceptance_length > 1.5
+
+
+def test_a_drafter_without_a_script_is_exact() -> None:
+    model = tiny_target("llama")
+    ids = prompt_ids(20)
+    for options in (GREEDY, SAMPLING):
+        expected, expected_state = plain(model, ids, 40, options)
+        out, state = trees(model, tiny_drafter(model), ids, 40, options)
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        assert torch.equal(state, expected_state)
+
+
+def test_trees_really_work() -> None:
+    """Counted from outside: few forwards, full acceptance, rejection in mid-path, and branches that are not the chain."""
+    model = tiny_target("qwen3")
+    ids = prompt_ids(12)
+    new = 120
+    expected, _ = plain(model, ids, new, GREEDY)
+    calls: list[int] = []
+    handle = model.model.register_forward_hook(lambda module, args, output: calls.append(1))
+    try:
+        with scripted(expected.sequences, 0.75):
+            config = DDTreeConfig(budget=31, record_trees=True)
+            out, _ = trees(model, tiny_drafter(model, block_size=8), ids, new, GREEDY, config)
+    finally:
+        handle.remove()
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert len(calls) <= new / 2
+    assert len(calls) == out.ddtree_stats.rounds + 1
+    lengths = out.ddtree_stats.acceptance_lengths
+    assert max(lengths) == 8, "a whole block is never accepted"
+    assert any(1 < length < 8 for length in lengths), "no path is left in its middle"
+    chains = 0
+    for round_ in out.ddtree_stats.trees:
+        tree = round_.tree
+        siblings_ahead = [
+            any(tree.parents[0, i] == tree.parents[0, node] for i in range(node)) for node in round_.path
+        ]
+        chains += any(siblings_ahead)
+    assert chains, "no accepted path leaves the most probable chain"
+
+
+def test_a_perfect_drafter_needs_one_forward_a_block() -> None:
+    model = tiny_target("llama")
+    ids = prompt_ids(5)
+    expected, _ = plain(model, ids, 65, GREEDY)
+    with scripted(expected.sequences, 1.0):
+        out, _ = trees(model, tiny_drafter(model, block_size=16), ids, 65, GREEDY, DDTreeConfig(budget=63))
+    assert out.ddtree_stats.acceptance_lengths == [16, 16, 16, 16]
+
+
+def test_nothing_is_drafted_or_written_beyond_the_tokens_allowed() -> None:
+    model = tiny_target("llama")
+    ids = prompt_ids(5)
+    expected, _ = plain(model, ids, 4, GREEDY)
+    with scripted(expected.sequences, 1.0):
+        out, _ = trees(model, tiny_drafter(model), ids, 4, GREEDY, DDTreeConfig(budget=31, record_trees=True))
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert out.ddtree_stats.acceptance_lengths == [3]
+    assert int(out.ddtree_stats.trees[0].tree.depths.max()) == 2
+
+
+def test_left_padding_and_given_positions() -> None:
+    for family in FAMILIES[:5]:
+        model = tiny_target(family)
+        ids = prompt_ids(30)
+        mask = torch.ones_like(ids)
+        mask[:, :7] = 0
+        mask[:, 15] = 0  # a hole, as generate infers it from a pad token inside a prompt
+        for extra in ({}, {"position_ids": torch.arange(30)[None] + 5}):
+            options = GREEDY | {"attention_mask": mask} | extra
+            expected, _ = plain(model, ids, 30, options)
+            out, _ = trees(model, tiny_drafter(model), ids, 30, options)
+            assert out.sequences.tolist() == expected.sequences.tolist()
+
+
+def test_eos_inside_a_path_ends_the_text() -> None:
+    model = tiny_target("qwen3")
+    ids = prompt_ids(10)
+    text, _ = plain(model, ids, 40, GREEDY)
+    for index in (0, 1, 5, 12):
+        eos = int(text.sequences[0, 10 + index])
+        options = GREEDY | {"eos_token_id": [eos, 2], "pad_token_id": 0}
+        expected, _ = plain(model, ids, 40, options)
+        with scripted(text.sequences, 1.0):
+            out, _ = trees(model, tiny_drafter(model), ids, 40, options)
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        assert out.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+
+
+class _Recorder(LogitsProcessor):
+    """Keeps every call's prefix and scores."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[int], torch.Tensor]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls.append((input_ids[0].tolist(), scores.clone()))
+        return scores - 0.5 * torch.nn.functional.one_hot(input_ids[:, -1], scores.shape[-1]) * len(self.calls)
+
+
+class _StopAt(StoppingCriteria):
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.calls: list[list[int]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.calls.append(input_ids[0].tolist())
+        return torch.full((1,), input_ids.shape[1] >= self.length)
+
+
+class _Puts:
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.events.append(value.tolist())
+
+    def end(self) -> None:
+        self.events.append("end")
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLING], ids=["greedy", "sampling"])
+def test_processors_criteria_and_streamer_see_the_calls_of_plain_decoding(sampling: dict[str, Any]) -> None:
+    model = tiny_target("llama")
+    ids = prompt_ids(10)
+
+    def run(**extra: Any) -> tuple[Any, _Recorder, _StopAt, _Puts]:
+        processor, criterion, streamer = _Recorder(), _StopAt(37), _Puts()
+        torch.manual_seed(5)
+        out = model.generate(
+            ids,
+            max_new_tokens=60,
+            logits_processor=LogitsProcessorList([processor]),
+            stopping_criteria=StoppingCriteriaList([criterion]),
+            streamer=streamer,
+            **sampling,
+            **extra,
+        )
+        return out, processor, criterion, streamer
+
+    expected, *plain_calls = run()
+    with scripted(expected, 0.8):
+        out, processor, criterion, streamer = run(assistant_model=tiny_drafter(model), ddtree=True)
+    assert out.tolist() == expected.tolist()
+    assert out.shape[1] == 37
+    assert criterion.calls == plain_calls[1].calls
+    assert streamer.events == plain_calls[2].events
+    assert [prefix for prefix, _ in processor.calls] == [prefix for prefix, _ in plain_calls[0].calls]
+    for (_, mine), (_, theirs) in zip(processor.calls, plain_calls[0].calls, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-4)
+
+
+def test_outputs_have_plain_decodings_shapes_and_values() -> None:
+    for family in ("llama", "qwen2_mixed"):
+        model = tiny_target(family, attn_implementation="eager")
+        ids = prompt_ids(10)
+        flags = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
+        options = PENALTY | dict.fromkeys(flags, True)
+        expected, _ = plain(model, ids, 30, options)
+        with scripted(expected.sequences, 0.8):
+            out, _ = trees(model, tiny_drafter(model), ids, 30, options)
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        assert isinstance(out, GenerateDDTreeOutput)
+        for name in ("scores", "logits", "hidden_states", "attentions"):
+            _assert_same_structure(getattr(out, name), getattr(expected, name), name)
+        assert out.cache is out.past_key_values
+        for mine, theirs in zip(out.cache.layers, expected.past_key_values.layers, strict=True):
+            assert type(mine) is type(theirs)
+            torch.testing.assert_close(mine.keys, theirs.keys, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(mine.values, theirs.values, atol=1e-4, rtol=1e-4)
+
+
+def _assert_same_structure(mine: Any, theirs: Any, name: str) -> None:
+    if isinstance(theirs, tuple):
+        assert len(mine) == len(theirs), name
+        for a, b in zip(mine, theirs, strict=True):
+            _assert_same_structure(a, b, name)
+    else:
+        torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3, msg=lambda text: f"{name}: {text}")
+
+
+def test_a_returned_cache_continues_the_conversation() -> None:
+    """Three turns; pad ids in the text make holes in the inferred mask, as they do for plain decoding."""
+    for family in ("qwen3", "qwen2_mixed", "mistral"):
+        model = tiny_target(family)
+        drafter = tiny_drafter(model)
+        expected, _ = plain(model, prompt_ids(12), 30, GREEDY)
+        out, _ = trees(model, drafter, prompt_ids(12), 30, GREEDY)
+        for turn in range(2):
+            ids = torch.cat([expected.sequences, prompt_ids(6, seed=turn)], dim=1)
+            expected, _ = plain(model, ids, 20, GREEDY | {CACHE_KEY: expected[CACHE_KEY]})
+            out, _ = trees(model, drafter, ids, 20, GREEDY | {CACHE_KEY: out[CACHE_KEY]})
+            assert out.sequences.tolist() == expected.sequences.tolist()
+            assert out.cache.get_seq_length() == out.sequences.shape[1] - 1
+
+
+def test_an_exception_leaves_nothing_behind_and_the_next_call_is_exact() -> None:
+    model = tiny_target("llama")
+    drafter = tiny_drafter(model)
+    ids = prompt_ids(10)
+    expected, _ = plain(model, ids, 30, GREEDY)
+
+    class Failing(LogitsProcessor):
+        calls = 0
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls == 9:
+                raise KeyboardInterrupt
+            return scores
+
+    with scripted(expected.sequences, 0.8):
+        with pytest.raises(KeyboardInterrupt):
+            trees(model, drafter, ids, 30, GREEDY | {"logits_processor": LogitsProcessorList([Failing()])})
+        assert not any(module._forward_hooks for module in model.modules())
+        out, _ = trees(model, drafter, ids, 30, GREEDY)
+    assert out.sequences.tolist() == expected.sequences.tolist()
+
+
+def test_a_processor_may_generate_with_trees_on_the_same_model() -> None:
+    model = tiny_target("llama")
+    drafter = tiny_drafter(model)
+    ids = prompt_ids(10)
+
+    class Inner(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            inner = model.generate(ids, max_new_tokens=6, do_sample=False, assistant_model=drafter, ddtree=True)
+            return scores - 3 * torch.nn.functional.one_hot(inner[:, -1], scores.shape[-1])
+
+    class InnerPlain(Inner):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            inner = model.generate(ids, max_new_tokens=6, do_sample=False)
+            return scores - 3 * torch.nn.functional.one_hot(inner[:, -1], scores.shape[-1])
+
+    expected, _ = plain(model, ids, 15, GREEDY | {"logits_processor": LogitsProcessorList([InnerPlain()])})
+    out, _ = trees(model, drafter, ids, 15, GREEDY | {"logits_processor": LogitsProcessorList([Inner()])})
+    assert out.sequences.tolist() == expected.sequences.tolist()
+
+
+def test_broken_draft_logits_cost_speed_not_text() -> None:
+    model = tiny_target("llama")
+    ids = prompt_ids(10)
+    expected, _ = plain(model, ids, 30, GREEDY)
+    for value in (float("nan"), float("inf"), float("-inf")):
+        drafter = tiny_drafter(model)
+        handle = drafter.register_forward_hook(_poison(value))
+        out, _ = trees(model, drafter, ids, 30, GREEDY, DDTreeConfig(budget=31))
+        handle.remove()
+        assert out.sequences.tolist() == expected.sequences.tolist()
+
+
+def _poison(value: float) -> Any:
+    def hook(module: Any, args: Any, output: Any) -> Any:
+        output.last_hidden_state[:, 2:5] = value
+        return output
+
+    return hook
+
+
+def test_small_vocabularies_and_large_budgets() -> None:
+    model = tiny_target("llama", vocab_size=11)
+    ids = prompt_ids(6, vocab=11)
+    drafter = tiny_drafter(model, block_size=4)
+    for options in (GREEDY, PURE_SAMPLING):
+        expected, state = plain(model, ids, 40, options)
+        for budget in (1, 10, 200, 1024):
+            out, after = trees(model, drafter, ids, 40, options, DDTreeConfig(budget=budget))
+            assert out.sequences.tolist() == expected.sequences.tolist()
+            assert torch.equal(after, state)
+
+
+def test_max_depth_and_statistics() -> None:
+    model = tiny_target("llama")
+    ids = prompt_ids(6)
+    expected, _ = plain(model, ids, 40, GREEDY)
+    with scripted(expected.sequences, 1.0):
+        config = DDTreeConfig(budget=12, max_depth=3, record_times=True)
+        out, _ = trees(model, tiny_drafter(model), ids, 40, GREEDY, config)
+    stats = out.ddtree_stats
+    assert max(stats.acceptance_lengths) == 4
+    assert set(stats.node_counts[:-1]) == {12}
+    assert set(stats.budgets) == {12}
+    assert stats.rounds == len(stats.acceptance_lengths)
+    assert stats.mean_acceptance_length == pytest.approx(39 / stats.rounds)
+    assert set(stats.times) == {"prefill", "draft", "verify", "walk", "keep"}
+    assert stats.path.startswith("plain")
+
