@@ -1,0 +1,421 @@
+"""The hooks: reversible, invisible to everything else, and one clear error for each request that cannot be served."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import pickle
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.generation.utils import GenerationMixin
+from transformers.pipelines import base as pipelines_base
+
+import hf_ddtree
+from hf_ddtree import DDTreeConfig, DFlashDraftModel
+
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny_target("llama")
+
+
+@pytest.fixture(scope="module")
+def drafter(target: PreTrainedModel) -> DFlashDraftModel:
+    return tiny_drafter(target)
+
+
+@pytest.fixture
+def no_forward(target: PreTrainedModel) -> Any:
+    """Fails when the target runs before the error."""
+
+    def hook(*_: Any) -> None:
+        raise AssertionError("the target ran before the error")
+
+    handle = target.register_forward_pre_hook(hook)
+    yield
+    handle.remove()
+
+
+# -- reversible ------------------------------------------------------------------------------------------------------
+
+HOOKED = [
+    (GenerationConfig, "__init__"),
+    (GenerationMixin, "generate"),
+    (GenerationMixin, "_validate_generation_mode"),
+    (GenerationMixin, "_assisted_decoding"),
+    (pipelines_base, "load_assistant_model"),
+]
+
+
+def test_uninstall_restores_and_install_is_idempotent(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
+    hooks = [getattr(owner, name) for owner, name in HOOKED]
+    hf_ddtree.install()
+    assert hooks == [getattr(owner, name) for owner, name in HOOKED]
+    try:
+        hf_ddtree.uninstall()
+        for owner, name in HOOKED:
+            original = inspect.unwrap(getattr(owner, name))
+            assert not original.__module__.startswith("hf_ddtree")
+            assert original.__module__.startswith("transformers")
+        assert not hasattr(GenerationConfig, "ddtree")
+        with pytest.raises(ValueError, match="ddtree"):
+            target.generate(prompt_ids(4), max_new_tokens=2, ddtree=True)
+        hf_ddtree.uninstall()
+    finally:
+        hf_ddtree.install()
+    out = target.generate(prompt_ids(4), max_new_tokens=4, do_sample=False, assistant_model=drafter, ddtree=True)
+    assert out.shape == (1, 8)
+
+
+def test_uninstall_leaves_what_others_put_on_top() -> None:
+    ours = GenerationMixin._assisted_decoding
+    later = lambda *args, **kwargs: ours(*args, **kwargs)  # noqa: E731
+    GenerationMixin._assisted_decoding = later
+    try:
+        hf_ddtree.uninstall()
+        assert GenerationMixin.__dict__["_assisted_decoding"] is later
+    finally:
+        GenerationMixin._assisted_decoding = inspect.unwrap(ours)
+        hf_ddtree.install()
+
+
+def test_signatures_and_names_stay() -> None:
+    for owner, name in HOOKED:
+        hook = getattr(owner, name)
+        assert hook.__name__ == name
+        assert inspect.signature(hook) == inspect.signature(hook.__wrapped__)
+
+
+# -- config ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_unset_config_is_unchanged() -> None:
+    assert GenerationConfig().ddtree is None
+    assert "ddtree" not in GenerationConfig().to_dict()
+    assert GenerationConfig() == GenerationConfig(ddtree=None)
+
+
+@pytest.mark.parametrize("value", [True, False, {"budget": 7}, DDTreeConfig(budget=7, tree="chain")])
+def test_a_config_round_trips(value: Any, tmp_path: Path) -> None:
+    config = GenerationConfig(ddtree=value, max_new_tokens=5)
+    stored = value.to_dict() if isinstance(value, DDTreeConfig) else value
+    config.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "generation_config.json").read_text())["ddtree"] == stored
+    assert GenerationConfig.from_pretrained(tmp_path).ddtree == stored
+    assert copy.deepcopy(config).ddtree == stored
+    assert repr(config)
+    assert hash(config) == hash(copy.deepcopy(config))
+
+
+def test_a_config_that_says_from_model_config_keeps_ddtree(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"_from_model_config": True, "ddtree": {"budget": 9}}))
+    assert GenerationConfig.from_pretrained(tmp_path).ddtree == {"budget": 9}
+
+
+def test_the_three_ways_to_ask_are_one(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
+    model, ids = copy.deepcopy(target), prompt_ids(8)
+    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
+    expected = model.generate(ids, **options).sequences.tolist()
+    for value in (True, {"budget": 7}, DDTreeConfig(budget=7)):
+        out = model.generate(ids, assistant_model=drafter, ddtree=value, **options)
+        assert out.sequences.tolist() == expected
+        assert out.ddtree_stats.budgets[0] == (15 if value is True else 7)
+    config = GenerationConfig(**options, ddtree={"budget": 5})
+    out = model.generate(ids, assistant_model=drafter, generation_config=config)
+    assert out.ddtree_stats.budgets[0] == 5
+    model.generation_config.ddtree = True
+    out = model.generate(ids, assistant_model=drafter, **options)
+    assert out.ddtree_stats.rounds > 0
+    with pytest.raises(ValueError, match="speculation_type"):
+        model.generate(ids, assistant_model=drafter, ddtree=False, **options)  # a call's False beats the config
+
+
+def test_a_config_level_ddtree_without_a_drafter_decodes_plainly_with_one_warning(target: PreTrainedModel) -> None:
+    model, ids = copy.deepcopy(target), prompt_ids(8)
+    expected = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+    model.generation_config.ddtree = {"budget": 7}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+    assert out.tolist() == expected.tolist()
+    assert sum("ddtree" in str(w.message) for w in caught) == 1
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_forward")
+class TestErrors:
+    def fails(self, target: PreTrainedModel, match: str, kind: type[Exception] = ValueError, **options: Any) -> None:
+        options = {"max_new_tokens": 4, "do_sample": False} | options
+        ids = options.pop("inputs", prompt_ids(5))
+        with pytest.raises(kind, match=match):
+            target.generate(ids, **options)
+
+    def test_no_drafter(self, target: PreTrainedModel) -> None:
+        self.fails(target, "assistant_model=DFlashDraftModel", ddtree=True)
+
+    def test_another_assistant(self, target: PreTrainedModel) -> None:
+        self.fails(target, "DFlash drafter.*got LlamaForCausalLM", ddtree=True, assistant_model=tiny_target("llama"))
+
+    def test_a_drafter_with_no_use(self, target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
+        self.fails(target, 'ddtree=True.*speculation_type="dflash"', assistant_model=drafter)
+        self.fails(target, 'ddtree=True.*speculation_type="dflash"', assistant_model=drafter, ddtree=False)
+
+    @pytest.mark.parametrize(
+        ("options", "match"),
+        [
+            ({"num_beams": 2}, "num_beams"),
+            ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences"),
+            ({"use_cache": False}, "use_cache"),
+            ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+            ({"use_mtp": True}, "use_mtp"),
+            ({"assistant_early_exit": 2}, "assistant_early_exit"),
+            ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight"),
+            ({"speculation_type": "dflash"}, "speculation_type"),
+            ({"cache_implementation": "paged"}, "paged"),
+            ({"custom_generate": "some/repo", "trust_remote_code": True}, "custom_generate"),
+            ({"inputs": prompt_ids(5).repeat(2, 1)}, "batch of 2"),
+        ],
+    )
+    def test_options(self, target: PreTrainedModel, drafter: DFlashDraftModel, options: Any, match: str) -> None:
+        if "use_mtp" in options and not hasattr(GenerationConfig(), "use_mtp"):
+            pytest.skip("this transformers has no use_mtp")
+        self.fails(target, match, assistant_model=drafter, ddtree=True, **options)
+
+    @pytest.mark.parametrize(
+        ("value", "kind", "match"),
+        [
+            ({"budget": 0}, ValueError, "budget"),
+            ({"budget": 2.5}, TypeError, "budget"),
+            ({"budget": True}, TypeError, "budget"),
+            ({"budget": "large"}, TypeError, "budget"),
+            ({"nodes": 3}, ValueError, "unknown option nodes"),
+            ({"tree": "bush"}, ValueError, "tree"),
+            (7, TypeError, "ddtree"),
+        ],
+    )
+    def test_tree_options(
+        self, target: PreTrainedModel, drafter: DFlashDraftModel, value: Any, kind: type[Exception], match: str
+    ) -> None:
+        self.fails(target, match, kind, assistant_model=drafter, ddtree=value)
+        config = GenerationConfig(ddtree=value, max_new_tokens=4)
+        self.fails(target, match, kind, assistant_model=drafter, generation_config=config)
+
+    @pytest.mark.parametrize(
+        ("change", "match"),
+        [
+            ({"hidden_size": 64}, "hidden size is 64; this target's is 48"),
+            ({"num_target_layers": 5}, "layers is 5; this target's is 4"),
+            ({"vocab_size": 300}, "vocabulary is 300; this target's is 211"),
+            ({"num_target_layers": None, "target_layer_ids": [0, 4]}, "taps layer 4, and the target has layers 0 to 3"),
+            ({"mask_token_id": 211}, "mask token id 211 lies beyond the 211 rows"),
+        ],
+    )
+    def test_pairs(self, target: PreTrainedModel, drafter: DFlashDraftModel, change: Any, match: str) -> None:
+        wrong = copy.deepcopy(drafter)
+        for name, value in change.items():
+            setattr(wrong.config, name, value)
+        self.fails(target, match, assistant_model=wrong, ddtree=True)
+
+
+def test_a_vocabulary_beyond_the_embeddings_rows(drafter: DFlashDraftModel) -> None:
+    model = tiny_target("llama")
+    model.set_input_embeddings(torch.nn.Embedding(200, 48))
+    with pytest.raises(ValueError, match="vocabulary's last id 210 lies beyond the 200 rows"):
+        model.generate(prompt_ids(4), max_new_tokens=4, assistant_model=drafter, ddtree=True)
+
+
+def test_targets_that_cannot_verify(drafter: DFlashDraftModel) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 4, "assistant_model": drafter, "ddtree": True}
+    sizes = {"vocab_size": 64, "d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        T5ForConditionalGeneration(T5Config(**sizes)).generate(prompt_ids(4, vocab=64), **options)
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4))
+    with pytest.raises(ValueError, match="recurrent"):
+        mamba.generate(prompt_ids(4, vocab=64), **options)
+    flex = tiny_target("llama", attn_implementation="flex_attention")
+    with pytest.raises(ValueError, match='attn_implementation="sdpa"'):
+        flex.generate(prompt_ids(4), **options)
+
+
+def test_hybrid_targets_are_refused_by_their_layers() -> None:
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
+        linear_value_head_dim=8, num_experts=0, decoder_sparse_step=1, mlp_only_layers=[0, 1, 2, 3],
+    )  # fmt: skip
+    model = Qwen3NextForCausalLM(config)
+    drafter = tiny_drafter(model)
+    with pytest.raises(ValueError, match="recurrent"):
+        model.generate(prompt_ids(4, vocab=64), max_new_tokens=4, assistant_model=drafter, ddtree=True)
+
+
+def test_dynamic_rope_is_refused_beyond_its_limit_only() -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model = tiny_target("llama", max_position_embeddings=32, rope_parameters=rope)
+    drafter = tiny_drafter(model)
+    options: dict[str, Any] = {"do_sample": False, "assistant_model": drafter, "ddtree": True}
+    with pytest.raises(ValueError, match="dynamic.*within 32.*asked for: 40"):
+        model.generate(prompt_ids(10), max_new_tokens=30, **options)
+    expected = model.generate(prompt_ids(10), max_new_tokens=22, do_sample=False)
+    assert model.generate(prompt_ids(10), max_new_tokens=22, **options).tolist() == expected.tolist()
+
+
+# -- everything else is as before ------------------------------------------------------------------------------------
+
+
+def _stock_results(model: PreTrainedModel) -> dict[str, list[int]]:
+    ids, assistant = prompt_ids(8), tiny_target("llama", seed=0)
+    runs: dict[str, dict[str, Any]] = {
+        "greedy": {"do_sample": False},
+        "sample": {"do_sample": True, "top_k": 20},
+        "beam": {"do_sample": False, "num_beams": 3},
+        "assisted": {"do_sample": False, "assistant_model": assistant},
+    }
+    results = {}
+    for name, options in runs.items():
+        if options["do_sample"]:
+            with torch.random.fork_rng():
+                torch.manual_seed(11)
+                results[name] = model.generate(ids, max_new_tokens=NEW, **options)[0].tolist()
+        else:
+            results[name] = model.generate(ids, max_new_tokens=NEW, **options)[0].tolist()
+    return results
+
+
+def test_stock_decoding_is_unchanged_with_the_hooks_in(target: PreTrainedModel) -> None:
+    with_hooks = _stock_results(target)
+    hf_ddtree.uninstall()
+    try:
+        without = _stock_results(target)
+    finally:
+        hf_ddtree.install()
+    assert with_hooks == without
+
+
+def test_stock_decoding_in_two_threads_while_a_tree_decodes_in_a_third(
+    target: PreTrainedModel, drafter: DFlashDraftModel
+) -> None:
+    ids = prompt_ids(8)
+    stock = {k: v for k, v in _stock_results(target).items() if k != "sample"}  # threads share one random state
+    text = target.generate(ids, max_new_tokens=60, do_sample=False)
+    failures: list[str] = []
+    stop = threading.Event()
+
+    def run_stock() -> None:
+        while not stop.is_set():
+            for name, options in (
+                ("greedy", {}),
+                ("beam", {"num_beams": 3}),
+                ("assisted", {"assistant_model": tiny_target("llama", seed=0)}),
+            ):
+                out = target.generate(ids, max_new_tokens=NEW, do_sample=False, **options)
+                if out[0].tolist() != stock[name]:
+                    failures.append(name)
+
+    threads = [threading.Thread(target=run_stock) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        with scripted(text, 0.8):
+            for _ in range(8):
+                out = target.generate(ids, max_new_tokens=60, do_sample=False, assistant_model=drafter, ddtree=True)
+                if out.tolist() != text.tolist():
+                    failures.append("tree")
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not failures
+
+
+def test_calls_from_many_threads_on_one_pair_are_exact(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
+    prompts = [prompt_ids(5 + i, seed=i) for i in range(8)]
+    expected = [target.generate(ids, max_new_tokens=NEW, do_sample=False).tolist() for ids in prompts]
+    results: dict[int, Any] = {}
+
+    def call(index: int) -> None:
+        out = target.generate(
+            prompts[index], max_new_tokens=NEW, do_sample=False, assistant_model=drafter, ddtree={"budget": 7}
+        )
+        results[index] = out.tolist()
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [results.get(i) for i in range(8)] == expected
+
+
+def test_a_used_model_copies_pickles_and_saves_as_before(
+    target: PreTrainedModel, drafter: DFlashDraftModel, tmp_path: Path
+) -> None:
+    ids = prompt_ids(8)
+    expected = target.generate(ids, max_new_tokens=NEW, do_sample=False, assistant_model=drafter, ddtree=True).tolist()
+    target.save_pretrained(tmp_path)
+    for copied in (
+        copy.deepcopy(target),
+        pickle.loads(pickle.dumps(target)),
+        AutoModelForCausalLM.from_pretrained(tmp_path),
+    ):
+        out = copied.generate(ids, max_new_tokens=NEW, do_sample=False, assistant_model=drafter, ddtree=True)
+        assert out.tolist() == expected
+    hf_ddtree.release_buffers(target)
+    out = target.generate(ids, max_new_tokens=NEW, do_sample=False, assistant_model=drafter, ddtree=True)
+    assert out.tolist() == expected
+
+
+def test_import_alone_installs_and_changes_no_plain_model() -> None:
+    code = (
+        "import hf_ddtree, torch; from transformers import GenerationConfig;"
+        "assert GenerationConfig(ddtree=True).to_dict()['ddtree'] is True; print('ok')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "ok"
+
+
+def test_an_untested_transformers_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    from packaging.version import Version
+
+    from hf_ddtree import compat
+
+    monkeypatch.setattr(compat, "_VERSION", Version("5.99.0"))
+    with pytest.warns(UserWarning, match=r"tested with transformers 5\.17"):
+        compat.warn_if_untested()
+
+
+def test_a_compiled_model_decodes_with_trees() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**{**tiny_target("llama").config.to_dict()})).eval()
+    drafter = tiny_drafter(model)
+    ids = prompt_ids(8)
+    expected = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+    model.compile(backend="eager")
+    out = model.generate(ids, max_new_tokens=NEW, do_sample=False, assistant_model=drafter, ddtree=True)
+    assert out.tolist() == expected.tolist()
+    assert model._compiled_call_impl is not None
