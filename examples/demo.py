@@ -19,7 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from hf_ddtree import DDTreeConfig, DFlashDraftModel
 from hf_ddtree.outputs import DDTreeStats, RoundTree
 from hf_ddtree.visualize import tree_text
-
 from smollm2 import chat_ids, load_target, load_tokenizer, no_progress_bars, prepare_target
 
 PROMPTS = (
@@ -86,7 +85,8 @@ def most_telling_round(stats: Sequence[DDTreeStats]) -> RoundTree:
     return max((entry for each in stats for entry in each.trees), key=rank)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the demo with command-line arguments `argv` (default: those of the process)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--drafter", default=Path(__file__).parent / "smollm2-135m-dflash", help="directory or hub id")
     parser.add_argument("--budget", type=int, default=15, help="nodes of a tree; a CPU likes 8 to 16")
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--prompts", nargs="+", default=PROMPTS, metavar="PROMPT")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
     print("Preparing the target (the first time, its file is converted: some 20 seconds) ...", flush=True)
     prepare_target()

@@ -40,8 +40,8 @@ SIZES: dict[str, Any] = {
 }
 
 
-def tiny_target(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A random fp32 target of a family, with logit gaps far above rounding noise."""
+def tiny_target(family: str, seed: int = 0, switch: int = 64, **overrides: Any) -> PreTrainedModel:
+    """A random fp32 target of a family, with logit gaps far above rounding noise; `switch` is Phi-3's rope switch."""
     sizes = SIZES | overrides
     torch.manual_seed(seed)
     if family == "llama":
@@ -49,9 +49,7 @@ def tiny_target(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel
     elif family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**sizes))
     elif family == "qwen2_mixed":  # full and sliding layers in one model
-        model = Qwen2ForCausalLM(
-            Qwen2Config(**sizes, use_sliding_window=True, sliding_window=24, max_window_layers=2)
-        )
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes, use_sliding_window=True, sliding_window=24, max_window_layers=2))
     elif family == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16))
     elif family == "mistral":
@@ -63,11 +61,9 @@ def tiny_target(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel
             "rope_theta": 10000.0,
             "short_factor": [1.0] * half,
             "long_factor": [1.0 + 0.7 * i for i in range(half)],
-            "original_max_position_embeddings": 64,
+            "original_max_position_embeddings": switch,
         }
-        model = Phi3ForCausalLM(
-            Phi3Config(**sizes, rope_parameters=rope, original_max_position_embeddings=64)
-        )
+        model = Phi3ForCausalLM(Phi3Config(**sizes, rope_parameters=rope, original_max_position_embeddings=switch))
     else:
         raise ValueError(family)
     return model.eval()
@@ -77,7 +73,12 @@ def tiny_drafter(target: PreTrainedModel, seed: int = 1, block_size: int = 8, **
     """A random drafter that fits a target: it drafts nonsense."""
     torch.manual_seed(seed)
     config = DFlashConfig.from_target(
-        target.config, target_layer_ids=[0, 2], mask_token_id=3, block_size=block_size, num_hidden_layers=2, **overrides
+        target.config,
+        target_layer_ids=[0, 2],
+        mask_token_id=3,
+        block_size=block_size,
+        num_hidden_layers=2,
+        **overrides,
     )
     return DFlashDraftModel(config).eval()
 

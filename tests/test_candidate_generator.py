@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
-from scripted import prompt_ids, tiny_drafter, tiny_target
 from transformers import PreTrainedModel, __version__
 
 from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, DFlashDraftModel
 from hf_ddtree.candidate_generator import draft_logits, embed_tokens
+from scripted import prompt_ids, tiny_drafter, tiny_target
 
 
 def a_pair_that_agrees(block_size: int = 8) -> tuple[PreTrainedModel, DFlashDraftModel]:
@@ -29,7 +29,9 @@ def fit(drafter: DFlashDraftModel, model: PreTrainedModel, steps: int = 150) -> 
     """Train on the target's greedy text for a moment."""
     torch.manual_seed(0)
     with torch.no_grad():
-        text = torch.cat([model.generate(prompt_ids(6, seed=s, vocab=8), max_new_tokens=60, do_sample=False) for s in range(8)])
+        text = torch.cat(
+            [model.generate(prompt_ids(6, seed=s, vocab=8), max_new_tokens=60, do_sample=False) for s in range(8)]
+        )
         states = model(text, output_hidden_states=True).hidden_states
     assert drafter.config.target_layer_ids is not None
     features = torch.cat([states[i + 1] for i in drafter.config.target_layer_ids], dim=-1)
@@ -123,7 +125,12 @@ def test_native_dflash_accepts_as_much_as_our_chain(pair: tuple[PreTrainedModel,
         ids = prompt_ids(length, vocab=8, seed=length)
         rounds = _Rounds()
         native = model.generate(
-            ids, max_new_tokens=new, do_sample=False, assistant_model=drafter, speculation_type="dflash", streamer=rounds
+            ids,
+            max_new_tokens=new,
+            do_sample=False,
+            assistant_model=drafter,
+            speculation_type="dflash",
+            streamer=rounds,
         )
         ours = model.generate(
             ids, max_new_tokens=new, do_sample=False, assistant_model=drafter, ddtree={"tree": "chain"},

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree import DDTreeConfig, DFlashDraftModel, GenerateDDTreeOutput
+from hf_ddtree.compat import CACHE_KEY
+from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
 
 FAMILIES = ("llama", "qwen2", "qwen2_mixed", "qwen3", "mistral", "phi3")
 GREEDY: dict[str, Any] = {"do_sample": False}
@@ -45,7 +45,9 @@ def target(request: pytest.FixtureRequest) -> PreTrainedModel:
     return tiny_target(request.param)
 
 
-@pytest.mark.parametrize("options", [GREEDY, PENALTY, SAMPLING, PURE_SAMPLING], ids=["greedy", "penalty", "warped", "pure"])
+@pytest.mark.parametrize(
+    "options", [GREEDY, PENALTY, SAMPLING, PURE_SAMPLING], ids=["greedy", "penalty", "warped", "pure"]
+)
 @pytest.mark.parametrize(
     ("prompt", "new", "block", "budget", "hit"),
     [
@@ -64,7 +66,9 @@ def test_equal_to_plain(
     ids = prompt_ids(prompt)
     expected, expected_state = plain(target, ids, new, options)
     with scripted(expected.sequences, hit):
-        out, state = trees(target, tiny_drafter(target, block_size=block), ids, new, options, DDTreeConfig(budget=budget))
+        out, state = trees(
+            target, tiny_drafter(target, block_size=block), ids, new, options, DDTreeConfig(budget=budget)
+        )
     assert out.sequences.tolist() == expected.sequences.tolist()
     assert torch.equal(state, expected_state)
     assert out.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
@@ -111,7 +115,7 @@ def test_a_drafter_without_a_script_is_exact() -> None:
 
 
 def test_trees_really_work() -> None:
-    """Counted from outside: few forwards, full acceptance, rejection in mid-path, and branches that are not the chain."""
+    """Counted from outside: few forwards, whole blocks, rejection in mid-path, branches that are not the chain."""
     model = tiny_target("qwen3")
     ids = prompt_ids(12)
     new = 120
@@ -386,3 +390,13 @@ def test_max_depth_and_statistics() -> None:
     assert set(stats.times) == {"prefill", "draft", "verify", "walk", "keep"}
     assert stats.path.startswith("plain")
 
+
+def test_a_rope_switch_far_into_a_long_text() -> None:
+    """Phi-3 recomputes all rows there: more than its first buffers hold."""
+    model = tiny_target("phi3", switch=270)
+    ids = prompt_ids(250)
+    expected, _ = plain(model, ids, 40, GREEDY)
+    with scripted(expected.sequences, 0.9):
+        out, _ = trees(model, tiny_drafter(model), ids, 40, GREEDY)
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert max(out.ddtree_stats.acceptance_lengths) > 4

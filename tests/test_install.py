@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -32,6 +31,7 @@ from transformers.pipelines import base as pipelines_base
 
 import hf_ddtree
 from hf_ddtree import DDTreeConfig, DFlashDraftModel
+from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
 
 NEW = 24
 
@@ -230,7 +230,10 @@ class TestErrors:
             ({"hidden_size": 64}, "hidden size is 64; this target's is 48"),
             ({"num_target_layers": 5}, "layers is 5; this target's is 4"),
             ({"vocab_size": 300}, "vocabulary is 300; this target's is 211"),
-            ({"num_target_layers": None, "target_layer_ids": [0, 4]}, "taps layer 4, and the target has layers 0 to 3"),
+            (
+                {"num_target_layers": None, "target_layer_ids": [0, 4]},
+                "taps layer 4, and the target has layers 0 to 3",
+            ),
             ({"mask_token_id": 211}, "mask token id 211 lies beyond the 211 rows"),
         ],
     )
@@ -280,7 +283,7 @@ def test_dynamic_rope_is_refused_beyond_its_limit_only() -> None:
     model = tiny_target("llama", max_position_embeddings=32, rope_parameters=rope)
     drafter = tiny_drafter(model)
     options: dict[str, Any] = {"do_sample": False, "assistant_model": drafter, "ddtree": True}
-    with pytest.raises(ValueError, match="dynamic.*within 32.*asked for: 40"):
+    with pytest.raises(ValueError, match=r"dynamic.*within 32.*asked for: 40"):
         model.generate(prompt_ids(10), max_new_tokens=30, **options)
     expected = model.generate(prompt_ids(10), max_new_tokens=22, do_sample=False)
     assert model.generate(prompt_ids(10), max_new_tokens=22, **options).tolist() == expected.tolist()
@@ -411,7 +414,7 @@ def test_an_untested_transformers_warns(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_compiled_model_decodes_with_trees() -> None:
-    model = LlamaForCausalLM(LlamaConfig(**{**tiny_target("llama").config.to_dict()})).eval()
+    model = LlamaForCausalLM(LlamaConfig(**tiny_target("llama").config.to_dict())).eval()
     drafter = tiny_drafter(model)
     ids = prompt_ids(8)
     expected = model.generate(ids, max_new_tokens=NEW, do_sample=False)

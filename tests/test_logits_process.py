@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.logits_process import (
     EpsilonLogitsWarper,
@@ -26,6 +25,7 @@ from hf_ddtree import DDTreeConfig, decoding, logits_process
 from hf_ddtree.draft_tree import DraftTree, ancestor_matrix, best_first_tree
 from hf_ddtree.logits_process import Noise, device_walk, is_row_wise, lazy_walk
 from hf_ddtree.outputs import GenerationRecord
+from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
 
 V = 12
 WARPERS: list[list[Any]] = [

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import tiny_drafter, tiny_target
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TextIteratorStreamer, pipeline
 
 from hf_ddtree import DFlashDraftModel
+from scripted import tiny_drafter, tiny_target
 
 # "abcdef" is what transformers encodes to learn how stop strings look in a vocabulary.
 WORDS = ["<pad>", "<s>", "</s>", "<mask>", "<unk>", "abcdef", *(f"w{i}" for i in range(205))]
@@ -66,7 +66,9 @@ def test_ddtree_at_construction(
 ) -> None:
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
     plain = pipeline("text-generation", model=target, tokenizer=tokenizer)
-    pipe = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=drafter, ddtree={"budget": 5})
+    pipe = pipeline(
+        "text-generation", model=target, tokenizer=tokenizer, assistant_model=drafter, ddtree={"budget": 5}
+    )
     assert pipe("w1 w2", **options) == plain("w1 w2", **options)
 
 
@@ -88,7 +90,9 @@ def test_a_drafter_without_ddtree_and_a_batch_are_refused(
         pipe(["w1 w2", "w3 w4"], max_new_tokens=3, batch_size=2, ddtree=True)
 
 
-def test_other_assistants_load_as_before(target: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_other_assistants_load_as_before(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     assistant = tiny_target("llama", seed=3)
     assistant.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)

@@ -24,7 +24,7 @@ class DraftSource(Protocol):
     def propose(
         self, root: torch.Tensor, position: torch.Tensor, depth: int, candidates: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft behind `root (B, 1)` at `position (B, 1)`: token ids and log-probs, `(B, depth, K)` each, best first."""
+        """Draft behind `root (B, 1)` at `position (B, 1)`: ids and log-probs, `(B, depth, K)` each, best first."""
 
 
 class DDTreeCandidateGenerator(CandidateGenerator):
@@ -70,13 +70,17 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         """See `DraftSource`. NaN and -inf logits come last, +inf first: a broken draft costs speed, never text."""
         hidden = self._draft(root, position)[:, 1 : depth + 1]
         logits = draft_logits(self.target, hidden).float()
-        logits = torch.nan_to_num(logits, nan=float("-inf"), posinf=torch.finfo(torch.float32).max, neginf=float("-inf"))
+        logits = torch.nan_to_num(
+            logits, nan=float("-inf"), posinf=torch.finfo(torch.float32).max, neginf=float("-inf")
+        )
         best, token_ids = logits.topk(min(candidates, logits.shape[-1]), dim=-1)  # (B, depth, K)
         return token_ids.to(root.device), (best - logits.logsumexp(-1, keepdim=True)).to(root.device)
 
     def draft_tree(self, root: torch.Tensor, position: torch.Tensor, depth: int) -> DraftTree:
-        """The tree of one round, at most `depth` deep."""
+        """The tree of one round, at most `depth` deep; of no nodes at depth 0, and then nothing is drafted."""
         depth = min(depth, self.max_depth)
+        if depth < 1:
+            return DraftTree(root[:, 1:], root[:, 1:], root[:, 1:], root[:, 1:].float())
         token_ids, log_probs = self.propose(root, position, depth, candidates=self.nodes)
         return build_tree(self.config.tree, token_ids, log_probs, self.nodes)
 

@@ -38,7 +38,7 @@ def hidden_states_request(layer_ids: tuple[int, ...]) -> list[int]:
 
     Since 5.23 the indices are those of the usual tuple (0 is the embedding); before, index i was layer i's output.
     """
-    return [i + 1 if _VERSION >= Version("5.23") else i for i in layer_ids]
+    return [i + 1 if Version("5.23") <= _VERSION else i for i in layer_ids]
 
 
 def requested_hidden_states(hidden_states: tuple[Any, ...], layer_ids: tuple[int, ...]) -> list[Any]:

@@ -48,13 +48,16 @@ class DFlashConfig(Qwen3Config):
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.layer_types is not None and "sliding_attention" in self.layer_types:
-            if kwargs.get("use_sliding_window", self.use_sliding_window) is False and self.sliding_window is None:
+            # Qwen3's config drops the window unless this is set, and the layers would silently see everything.
+            self.use_sliding_window: bool = True
+            if self.sliding_window is None:
                 raise ValueError("`layer_types` names sliding layers, but the config has no `sliding_window`.")
-            self.use_sliding_window = True
         super().__post_init__(**kwargs)
 
     @classmethod
-    def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: Any, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         return flatten_config_dict(config_dict), kwargs
 
@@ -113,12 +116,12 @@ class DFlashConfig(Qwen3Config):
         return cls(**(fields | overrides))
 
     def require_complete(self) -> None:
-        """Raise a `ValueError` that names the first thing a drafter cannot be built without, or that is out of range."""
+        """Raise a `ValueError` that names the first value that is missing or out of range."""
         for name in REQUIRED:
             if getattr(self, name) is None:
                 raise ValueError(
-                    f"The drafter's config has no `{name}`. It is not guessed: take it from the checkpoint's authors and "
-                    f"set it at the top level of config.json or in its `dflash_config`."
+                    f"The drafter's config has no `{name}`. It is not guessed: take it from the checkpoint's authors "
+                    "and set it at the top level of config.json or in its `dflash_config`."
                 )
         assert self.target_layer_ids is not None and self.block_size is not None and self.mask_token_id is not None
         if self.block_size < 2:
@@ -159,7 +162,9 @@ def flatten_config_dict(config_dict: dict[str, Any]) -> dict[str, Any]:
         if name not in nested:
             continue
         if flat.get(name) is not None and flat[name] != nested[name]:
-            raise ValueError(f"`{name}` is {flat[name]} at the top of the config and {nested[name]} in `dflash_config`.")
+            raise ValueError(
+                f"`{name}` is {flat[name]} at the top of the config and {nested[name]} in `dflash_config`."
+            )
         flat[name] = nested[name]
     if unknown := sorted(set(nested) - set(_NESTED)):
         logger.warning(f"Unknown entries of the drafter's `dflash_config` are not used: {unknown}")

@@ -38,7 +38,7 @@ _MISSING = object()
 
 
 class _DDTreeOption:
-    """`GenerationConfig.ddtree`: makes the keyword legal, keeps a JSON value in the config's `__dict__` only when set."""
+    """`GenerationConfig.ddtree`: makes the keyword legal; a value stands in the config's `__dict__` only when set."""
 
     def __get__(self, config: Any, owner: type | None = None) -> Any:
         return None if config is None else config.__dict__.get("ddtree")
@@ -94,7 +94,7 @@ def _config_init(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: GenerationConfig, **kwargs: Any) -> None:
         ddtree = kwargs.pop("ddtree", None)
         original(self, **kwargs)
-        self.ddtree = ddtree  # type: ignore[attr-defined]
+        self.ddtree = ddtree
 
     return __init__
 
@@ -125,7 +125,7 @@ def _validate_generation_mode(original: Callable[..., None]) -> Callable[..., No
     def _validate_generation_mode(
         self: Any, generation_mode: Any, generation_config: GenerationConfig, generation_mode_kwargs: dict[str, Any]
     ) -> None:
-        config = DDTreeConfig.from_value(generation_config.ddtree)  # type: ignore[attr-defined]
+        config = DDTreeConfig.from_value(generation_config.ddtree)
         assistant = generation_mode_kwargs.get("assistant_model")
         if config is None:
             if assistant is not None and isinstance(assistant, DFlashDraftModel):
@@ -133,8 +133,8 @@ def _validate_generation_mode(original: Callable[..., None]) -> Callable[..., No
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
         if not _explicit.get() and not is_dflash_drafter(assistant):
             warnings.warn(
-                "The generation config asks for `ddtree`, but this call has no DFlash drafter as `assistant_model`: it "
-                "decodes without trees.",
+                "The generation config asks for `ddtree`, but this call has no DFlash drafter as `assistant_model`: "
+                "it decodes without trees.",
                 stacklevel=4,
             )
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
@@ -161,7 +161,7 @@ def _assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
         generation_config: GenerationConfig,
         **kwargs: Any,
     ) -> Any:
-        config = DDTreeConfig.from_value(generation_config.ddtree)  # type: ignore[attr-defined]
+        config = DDTreeConfig.from_value(generation_config.ddtree)
         if config is None or not is_dflash_drafter(kwargs.get("assistant_model")):
             return original(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
         check_rope(self, int(generation_config.max_length))

@@ -154,9 +154,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.post_init()
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
-        cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any
-    ) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         """Load a drafter from a directory or hub id; arguments as [`PreTrainedModel.from_pretrained`].
 
         Raises:
@@ -170,12 +168,14 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         model, info = super().from_pretrained(
             pretrained_model_name_or_path, *args, use_safetensors=True, output_loading_info=True, **kwargs
         )
-        faults = {kind: sorted(map(str, info.get(f"{kind}_keys") or ())) for kind in ("missing", "unexpected", "mismatched")}
+        faults = {
+            kind: sorted(map(str, info.get(f"{kind}_keys") or ())) for kind in ("missing", "unexpected", "mismatched")
+        }
         if any(faults.values()):
             listing = "; ".join(f"{kind}: {', '.join(keys[:8])}" for kind, keys in faults.items() if keys)
             raise ValueError(
-                f"The weights of {pretrained_model_name_or_path} do not fit its config. {listing}. A drafter with other "
-                "weights than its config says drafts badly without any other sign, so it is not loaded."
+                f"The weights of {pretrained_model_name_or_path} do not fit its config. {listing}. A drafter with "
+                "other weights than its config says drafts badly without any other sign, so it is not loaded."
             )
         return (model, info) if return_info else model
 
@@ -183,7 +183,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self,
         noise_embeds: torch.Tensor,
         context_hidden_states: torch.Tensor,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
         cache: Cache | None = None,
         past_key_values: Cache | None = None,
@@ -212,7 +212,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         rows = context.shape[1] + noise_embeds.shape[1]
         if position_ids is None:
             past = cache.get_seq_length() if cache is not None else 0
-            position_ids = (torch.arange(rows, device=noise_embeds.device) + past).unsqueeze(0)  # type: ignore[assignment]
+            position_ids = torch.arange(rows, device=noise_embeds.device).unsqueeze(0) + past
         masks = self._masks(noise_embeds, context.shape[1], attention_mask, cache)
         position_embeddings = self.rotary_emb(noise_embeds, position_ids)
         hidden_states = noise_embeds

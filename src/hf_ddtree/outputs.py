@@ -61,6 +61,17 @@ class DDTreeStats:
         """Tokens a round; 0 when there was none."""
         return sum(self.acceptance_lengths) / self.rounds if self.rounds else 0.0
 
+    def add_round(
+        self, budget: int, root: torch.Tensor, tree: DraftTree, rows: Sequence[int], keep_tree: bool
+    ) -> None:
+        """Note one round: its tree and the rows (root 0, then nodes + 1) that committed a token."""
+        self.acceptance_lengths.append(len(rows))
+        self.node_counts.append(tree.token_ids.shape[1])
+        self.budgets.append(budget)
+        if keep_tree:
+            on_host = DraftTree(*(field.cpu() for field in tree))
+            self.trees.append(RoundTree(int(root), on_host, [row - 1 for row in rows[1:]]))
+
     @contextmanager
     def time(self, stage: str, device: torch.device | None) -> Iterator[None]:
         """Add the time of a stage; without a device, nothing is measured."""
@@ -114,10 +125,14 @@ class GenerationRecord:
         self._buffer = input_ids.new_zeros(1, max(self.max_length, self.length))
         self._buffer[:, : self.length] = input_ids
         self.return_dict = bool(config.return_dict_in_generate)
-        wanted = (config.output_scores, config.output_logits, config.output_hidden_states, config.output_attentions)
-        self.scores, self.logits, self.hidden_states, self.attentions = (
-            () if self.return_dict and flag else None for flag in wanted
-        )
+
+        def kept_if(wanted: bool | None) -> tuple[Any, ...] | None:
+            return () if self.return_dict and wanted else None
+
+        self.scores = kept_if(config.output_scores)
+        self.logits = kept_if(config.output_logits)
+        self.hidden_states = kept_if(config.output_hidden_states)
+        self.attentions = kept_if(config.output_attentions)
         self._host_stop = _HostStop.of(stopping_criteria)
 
     @property
@@ -187,6 +202,7 @@ class GenerationRecord:
                 self.attentions += (outputs.attentions,)
                 return
             for count, row in enumerate(rows, start=1):
+                # The committed columns, then the path down to this row.
                 columns = [*range(committed), *(committed + r for r in rows[:count])]
                 self.attentions += (
                     tuple(

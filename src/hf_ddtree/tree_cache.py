@@ -118,8 +118,8 @@ class TreeCache(Cache):
     """
     The target's cache while trees are verified.
 
-    A prompt is appended through the stock path, row after row. Then each round calls `open_tree`, runs the target,
-    and calls `keep`. `length` is the host's copy of the number of committed rows, the one source of truth.
+    A prompt is appended through the stock path, row after row. Then each round calls `reserve` and `open_tree`, runs
+    the target, and calls `keep`. `length` is the host's copy of the number of committed rows, the one source of truth.
 
     Args:
         sliding (`Sequence[bool]`): One entry a cache layer: whether it is a sliding-window layer.
@@ -201,7 +201,8 @@ class TreeCache(Cache):
                 rows[:, :, :held] if theirs.keys.shape[2] > length else rows[:, :, -held:]
                 for rows in (theirs.keys, theirs.values)
             )
-            mine.lazy_initialization(keys, values)
+            if not mine._fits(keys, values):
+                mine.lazy_initialization(keys, values)
             mine.keys[:, :, length - held : length] = keys
             mine.values[:, :, length - held : length] = values
             mine.rows = length

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from transformers import DynamicCache, GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
 from .configuration_dflash import REQUIRED
+from .rope import rope_parameters
 
 # Attention functions that add a 4D mask to the scores. Flash kernels take none, and flex attention's kernel on a CPU
 # crashes on one.
@@ -34,7 +36,8 @@ def check_assistant(assistant: Any) -> None:
     """Raise unless `assistant` is a DFlash drafter."""
     if assistant is None:
         raise ValueError(
-            "`ddtree` needs a drafter: pass `assistant_model=DFlashDraftModel.from_pretrained(...)`, or leave `ddtree` out."
+            "`ddtree` needs a drafter: pass `assistant_model=DFlashDraftModel.from_pretrained(...)`, or leave "
+            "`ddtree` out."
         )
     if not is_dflash_drafter(assistant):
         raise ValueError(
@@ -47,15 +50,17 @@ def check_drafter_has_use(generation_config: GenerationConfig) -> None:
     """Raise when a DFlash drafter was given with nothing that says how to use it."""
     if generation_config.speculation_type != "dflash":
         raise ValueError(
-            "The assistant is a DFlash drafter, which transformers' assisted decoding cannot run. Pass `ddtree=True` for "
-            'draft trees, or `speculation_type="dflash"` for transformers\' own chain.'
+            "The assistant is a DFlash drafter, which transformers' assisted decoding cannot run. Pass `ddtree=True` "
+            'for draft trees, or `speculation_type="dflash"` for transformers\' own chain.'
         )
 
 
 def check_options(generation_config: GenerationConfig, generation_mode: GenerationMode) -> None:
     """Raise on options of `generate` that trees cannot be combined with."""
     if (generation_config.num_beams or 1) > 1:
-        raise ValueError("`ddtree` decodes one sequence and cannot search beams: set `num_beams=1` or leave `ddtree` out.")
+        raise ValueError(
+            "`ddtree` decodes one sequence and cannot search beams: set `num_beams=1` or leave `ddtree` out."
+        )
     if (generation_config.num_return_sequences or 1) > 1:
         raise ValueError("`ddtree` returns one sequence: set `num_return_sequences=1` and call `generate` repeatedly.")
     if generation_config.use_cache is False:
@@ -74,12 +79,16 @@ def check_no_bypass(cache_implementation: Any, custom_generate: Any) -> None:
     if cache_implementation == "paged":
         raise ValueError('`ddtree` has its own cache: remove `cache_implementation="paged"` (continuous batching).')
     if custom_generate is not None:
-        raise ValueError("`custom_generate` replaces the decoding loop, so that `ddtree` has no effect: leave one out.")
+        raise ValueError(
+            "`custom_generate` replaces the decoding loop, so that `ddtree` has no effect: leave one out."
+        )
 
 
 def check_batch(batch_size: int) -> None:
     if batch_size > 1:
-        raise ValueError(f"`ddtree` decodes one prompt at a time, got a batch of {batch_size}: call `generate` for each.")
+        raise ValueError(
+            f"`ddtree` decodes one prompt at a time, got a batch of {batch_size}: call `generate` for each."
+        )
 
 
 def check_target(model: Any) -> None:
@@ -92,15 +101,19 @@ def check_target(model: Any) -> None:
     kinds = set(getattr(config, "layer_types", None) or ())
     if getattr(model, "_is_stateful", False) or any(getattr(layer, "is_linear", False) for layer in layers):
         raise ValueError(
-            f"{name} has recurrent layers, whose state cannot go back to before a rejected token: `ddtree` cannot be used "
-            "with it yet."
+            f"{name} has recurrent layers, whose state cannot go back to before a rejected token: `ddtree` cannot be "
+            "used with it yet."
         )
     if unknown := sorted(kinds - set(_LAYER_KINDS)):
         raise ValueError(f"{name} has layers of a kind that trees cannot mask yet: {', '.join(unknown)}.")
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"{name} takes no `position_ids`, so that the rows of a tree cannot be placed: use another target."
+        )
     if config._attn_implementation not in _MASKED_ATTENTION:
         raise ValueError(
-            f'`ddtree` verifies with a 4D mask, which attention "{config._attn_implementation}" does not take: load the '
-            'target with `attn_implementation="sdpa"` (or "eager").'
+            f'`ddtree` verifies with a 4D mask, which attention "{config._attn_implementation}" does not take: load '
+            'the target with `attn_implementation="sdpa"` (or "eager").'
         )
 
 
@@ -111,16 +124,9 @@ def check_rope(model: Any, max_length: int) -> None:
         limit = config.max_position_embeddings
         if rope.get("rope_type") == "dynamic" and max_length > limit:
             raise ValueError(
-                f"The target's `dynamic` rope changes with every token beyond {limit} positions, so that no tree is right "
-                f"there: keep prompt and new tokens within {limit} (asked for: {max_length})."
+                f"The target's `dynamic` rope changes with every token beyond {limit} positions, so that no tree is "
+                f"right there: keep prompt and new tokens within {limit} (asked for: {max_length})."
             )
-
-
-def rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """A target's rope parameters, one dict per set (several layer types may have their own)."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return nested or [parameters]
 
 
 def check_pair(model: Any, drafter: Any) -> None:
@@ -134,13 +140,13 @@ def check_pair(model: Any, drafter: Any) -> None:
     for what, expected, found in pairs:
         if expected is not None and expected != found:
             raise ValueError(
-                f"The drafter was made for a target whose {what} is {expected}; this target's is {found}. Use the drafter "
-                "that belongs to this target."
+                f"The drafter was made for a target whose {what} is {expected}; this target's is {found}. Use the "
+                "drafter that belongs to this target."
             )
     if (tap := max(draft.target_layer_ids)) >= target.num_hidden_layers:
         raise ValueError(
-            f"The drafter taps layer {tap}, and the target has layers 0 to {target.num_hidden_layers - 1}: it belongs to "
-            "another target."
+            f"The drafter taps layer {tap}, and the target has layers 0 to {target.num_hidden_layers - 1}: it belongs "
+            "to another target."
         )
     rows = model.get_input_embeddings().weight.shape[0]
     for what, value in (("mask token id", draft.mask_token_id), ("vocabulary's last id", target.vocab_size - 1)):

@@ -12,8 +12,10 @@ from torch import nn
 from transformers import GenerationConfig
 
 from .compat import CACHE_KEY
-from .draft_tree import node_depths
+from .draft_tree import ancestor_matrix, node_depths
 from .tree_cache import TreeCache
+
+_OUTPUTS = ("output_hidden_states", "output_attentions")  # what `generate` passes on to each forward
 
 
 class FeatureTaps:
@@ -74,16 +76,17 @@ class Verifier:
         model: The target.
         layer_ids: Tap layers.
         cache: Where the rows go.
-        output_kwargs: `output_hidden_states` and `output_attentions` as the caller of `generate` set them.
+        model_kwargs: As `generate` prepared them; a cache among them may hold earlier turns.
     """
 
-    def __init__(self, model: Any, layer_ids: Sequence[int], cache: TreeCache, output_kwargs: dict[str, Any]) -> None:
+    def __init__(self, model: Any, layer_ids: Sequence[int], cache: TreeCache, model_kwargs: dict[str, Any]) -> None:
         self.model = model
         self.cache = cache
         self.taps = FeatureTaps(model, layer_ids)
         self.config = model.config.get_text_config(decoder=True)
         self.dtype = model.dtype
-        self.output_kwargs = output_kwargs
+        self.device = model.get_input_embeddings().weight.device
+        self.output_kwargs = {name: flag for name, flag in model_kwargs.items() if name in _OUTPUTS}
         self.prompt_mask: torch.Tensor | None = None  # (B, slots) bool, False where the prompt is padded
         kinds = layer_kinds(self.config)
         self.layer_windows = [window for _, window in kinds]  # a layer
@@ -98,8 +101,12 @@ class Verifier:
         Returns:
             The model's output (logits of the last position) and the features `(B, new slots, taps * H)`.
         """
+        earlier, mask = model_kwargs.get(CACHE_KEY), model_kwargs.get("attention_mask")
+        if earlier is not None and earlier.get_seq_length() > 0:
+            self.cache.load(earlier)
         already = self.cache.length
-        mask = model_kwargs.get("attention_mask")
+        embeds = model_kwargs.get("inputs_embeds")
+        self.cache.reserve(already + (input_ids if embeds is None else embeds).shape[1])
         with self._target_call() as chunks:
             outputs = self.model._prefill(
                 input_ids,
@@ -113,7 +120,9 @@ class Verifier:
             self.prompt_mask = mask[:, : self.cache.length].bool()
         return outputs, self._features(chunks, self.cache.length - already)
 
-    def plain_step(self, input_ids: torch.Tensor, position: torch.Tensor, model_kwargs: dict[str, Any]) -> Verification:
+    def plain_step(
+        self, input_ids: torch.Tensor, position: torch.Tensor, model_kwargs: dict[str, Any]
+    ) -> Verification:
         """One step as plain decoding makes it, for the place where a model may drop its own cache.
 
         Phi-3 recomputes all rows when it passes its rope switch; it then gets our cache, empty. The tree left open is
@@ -135,10 +144,11 @@ class Verifier:
             self.cache.reset()
             inputs[CACHE_KEY] = self.cache
         already = self.cache.length
+        self.cache.reserve(already + inputs["input_ids"].shape[1])
         with self._target_call() as chunks:
             outputs = self.model._call_impl(**inputs, return_dict=True)
         features = self._features(chunks, self.cache.length - already)
-        # Before 5.18, Phi-3 runs the last token alone and drops the cache again at every later step.
+        # Some versions of Phi-3 run the last token alone, and drop the cache again at every later step.
         self.drops_cache = dropped and self.cache.length < input_ids.shape[1]
         self.cache.crop(-1)
         self.cache.open_tree(1, input_ids.device)
@@ -154,6 +164,7 @@ class Verifier:
         """
         depths = node_depths(ancestors)  # (B, N + 1)
         length = self.cache.length
+        self.cache.reserve(length + token_ids.shape[1])
         slots = self.cache.open_tree(token_ids.shape[1], token_ids.device, token_ids.shape[0])
         masks = {
             kind: tree_mask(ancestors, depths, slots, length, self.cache.view, self.prompt_mask, window, self.dtype)
@@ -170,6 +181,11 @@ class Verifier:
                 **self.output_kwargs,
             )
         return Verification(outputs.logits, self._features(chunks, token_ids.shape[1]), outputs)
+
+    def idle(self, root: torch.Tensor, position: torch.Tensor) -> None:
+        """A forward that commits nothing, for the ranks that wait for it (`synced_gpus`)."""
+        self.verify(root, position, ancestor_matrix(root[:, 1:], root[:, 1:]))
+        self.cache.close_tree()
 
     def close(self) -> None:
         self.taps.remove()
@@ -245,8 +261,8 @@ def tree_mask(
         dtype: The model's.
 
     Returns:
-        `(B, 1, N, view)`: 0 where attention is allowed, `finfo.min` elsewhere (a bool mask would be added as 1 by eager
-        attention, and -inf makes a row of NaN).
+        `(B, 1, N, view)`: 0 where attention is allowed, `finfo.min` elsewhere (eager attention would add a bool mask
+        as ones, and -inf makes a row of NaN).
     """
     batch, nodes = slots.shape
     columns = torch.arange(view, device=slots.device).expand(batch, -1)
