@@ -75,11 +75,22 @@ def test_equal_to_plain(
     assert sum(out.ddtree_stats.acceptance_lengths) == new - 1  # the prompt's forward gives one token
 
 
+@pytest.mark.parametrize(("prompt", "new"), [(600, 30), (3, 200)])
+def test_equal_to_plain_on_long_prompts_and_texts(target: PreTrainedModel, prompt: int, new: int) -> None:
+    ids = prompt_ids(prompt)
+    expected, _ = plain(target, ids, new, GREEDY)
+    with scripted(expected.sequences, 0.7):
+        drafter = tiny_drafter(target, block_size=16)
+        out, _ = trees(target, drafter, ids, new, GREEDY, DDTreeConfig(budget=255))
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert out.ddtree_stats.mean_acceptance_length > 2
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("options", [GREEDY, PENALTY, SAMPLING], ids=["greedy", "penalty", "warped"])
-@pytest.mark.parametrize("prompt", [1, 2, 17, 64, 150, 600])
-@pytest.mark.parametrize("new", [1, 2, 50, 200])
-@pytest.mark.parametrize("budget", [1, 2, 15, 64, 255])
+@pytest.mark.parametrize("prompt", [1, 17, 150, 600])
+@pytest.mark.parametrize("new", [1, 50, 200])
+@pytest.mark.parametrize("budget", [1, 15, 255])
 def test_equal_to_plain_on_the_grid(
     target: PreTrainedModel, options: dict[str, Any], prompt: int, new: int, budget: int
 ) -> None:
