@@ -247,9 +247,13 @@ def test_the_layers_from_max_window_layers_on_slide_without_layer_types() -> Non
     assert config.layer_types == ["full_attention", "sliding_attention"]
 
 
-def test_sliding_layers_without_a_window_are_refused() -> None:
+@pytest.mark.parametrize("switch", [{}, {"use_sliding_window": True}, {"use_sliding_window": False}])
+def test_sliding_layers_without_a_window_are_refused(switch: dict[str, bool], tmp_path: Path) -> None:
+    overrides: dict[str, Any] = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": None}
     with pytest.raises(ValueError, match="no `sliding_window`"):
-        make(layer_types=["sliding_attention"] * 2, use_sliding_window=False, sliding_window=None)
+        make(**overrides, **switch)
+    with pytest.raises(ValueError, match="no `sliding_window`"):
+        load(nested(**overrides, **switch), tmp_path)
 
 
 def small_llama(**overrides: Any) -> LlamaConfig:
@@ -321,3 +325,42 @@ def test_a_tap_beyond_the_target_of_a_fresh_config_is_refused() -> None:
     config = DFlashConfig.from_target(small_llama(), target_layer_ids=[1, 6], mask_token_id=88)
     with pytest.raises(ValueError, match="Tap layer 6 lies beyond the target's 6 layers"):
         DFlashDraftModel(config)
+
+
+# Causality and windows
+
+
+def test_sliding_layers_are_causal_unless_the_config_says_otherwise() -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    for stated, expected in ((None, [True, False]), (True, [True, True]), (False, [False, False])):
+        fields = {"num_hidden_layers": 2, "layer_types": kinds, "sliding_window": 8, "causal": stated}
+        config = DFlashConfig(**fields)
+        assert [config.layer_is_causal(i) for i in range(2)] == expected
+
+
+@pytest.mark.parametrize("place", ["is_causal", "causal"])
+def test_published_names_of_causality_and_window_are_read(place: str) -> None:
+    nested = {"mask_token_id": 1, "target_layer_ids": [0], "swa_window_size": 7}
+    raw: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dflash_config": nested}
+    (raw if place == "is_causal" else nested)[place] = False
+    flat = flatten_config_dict(raw)
+    assert (flat["causal"], flat["sliding_window"]) == (False, 7)
+
+
+def test_a_window_is_never_guessed_and_layer_kinds_are_known() -> None:
+    with pytest.raises(ValueError, match="sliding_window"):
+        DFlashConfig(num_hidden_layers=1, layer_types=["sliding_attention"])
+    fields = {"target_layer_ids": [0], "mask_token_id": 1, "block_size": 4, "num_hidden_layers": 1}
+    with pytest.raises(ValueError, match="chunked_attention"):
+        DFlashConfig(**fields, layer_types=["chunked_attention"]).require_complete()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("block_size", 16.0), ("block_size", "16"), ("mask_token_id", True), ("target_layer_ids", "12")],
+)
+def test_required_values_are_whole_numbers(name: str, value: Any) -> None:
+    config = DFlashConfig(target_layer_ids=[0], mask_token_id=1, block_size=4)
+    setattr(config, name, value)
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        config.require_complete()

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from scripted import tiny_drafter, tiny_target
 from transformers import AutoConfig, AutoModel
 from transformers.cache_utils import Cache, DFlashCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -20,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_ddtree import DFlashConfig, DFlashDraftModel
 from hf_ddtree.tree_cache import DraftCache
+from scripted import tiny_drafter, tiny_target
 
 HIDDEN, TAPS, BLOCK, WINDOW = 32, 2, 4, 6
 LAYERS = {
@@ -72,7 +72,7 @@ def drafter_of(layers: str = "full", attention: str = "eager", **overrides: Any)
     kinds = LAYERS[layers]
     sliding = {"sliding_window": WINDOW} if "sliding_attention" in kinds else {}
     torch.manual_seed(0)
-    model = DFlashDraftModel(small_config(num_hidden_layers=len(kinds), layer_types=kinds, **sliding, **overrides))
+    model = DFlashDraftModel(small_config(num_hidden_layers=len(kinds), layer_types=kinds, **(sliding | overrides)))
     for name, weight in model.named_parameters():
         if "norm" in name:
             weight.copy_(1 + 0.3 * torch.randn_like(weight))
@@ -124,9 +124,14 @@ def dflash_cache(model: DFlashDraftModel) -> DFlashCache:
     return cache
 
 
-def sees(kind: str, query: int, key: int, window: int) -> bool:
-    """Whether row `query` of context and block attends to row `key`; transformers' window is inclusive on both sides."""
-    return kind == "full_attention" or abs(query - key) <= window
+def sees(kind: str, causal: bool, query: int, key: int, window: int) -> bool:
+    """Whether row `query` of context and block attends to row `key`, by transformers' windows.
+
+    A causal window has `window` rows, the query's included; one that looks both ways reaches `window` rows each way.
+    """
+    if causal and key > query:
+        return False
+    return kind == "full_attention" or (query - key < window if causal else abs(query - key) <= window)
 
 
 def rms(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -162,8 +167,9 @@ def naive_hidden(model: DFlashDraftModel, noise: torch.Tensor, context: torch.Te
         keys = rms(heads_of(rows, "k"), layer["self_attn.k_norm.weight"], eps)
         values = heads_of(rows, "v")
         attended = torch.zeros_like(queries)
+        causal = kind == "sliding_attention" if config.causal is None else config.causal
         for q in range(len(block)):
-            visible = [k for k in range(len(rows)) if sees(kind, length + q, k, config.sliding_window or 0)]
+            visible = [k for k in range(len(rows)) if sees(kind, causal, length + q, k, config.sliding_window or 0)]
             for head in range(config.num_attention_heads):
                 query = rotated(queries[q, head], length + q, theta)
                 scores = torch.stack([query @ rotated(keys[k, head // group], k, theta) for k in visible])
@@ -185,10 +191,24 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("context_rows", [1, WINDOW, 20])
-def test_the_forward_is_attention_written_out_row_by_row(layers: str, attention: str, context_rows: int) -> None:
-    model = drafter_of(layers, attention)
+@pytest.mark.parametrize("causal", [None, True, False])
+def test_the_forward_is_attention_written_out_row_by_row(
+    layers: str, attention: str, context_rows: int, causal: bool | None
+) -> None:
+    model = drafter_of(layers, attention, causal=causal)
     noise, context = inputs_of(context_rows)
     close(hidden_of(model, noise, context), naive_hidden(model, noise, context))
+
+
+@pytest.mark.parametrize("window", [1, 2, BLOCK])
+@pytest.mark.parametrize("layers", ["sliding", "mixed"])
+def test_a_window_narrower_than_the_block_bounds_the_block_too(layers: str, window: int) -> None:
+    model = drafter_of(layers, sliding_window=window)
+    noise, context = inputs_of(8)
+    expected = naive_hidden(model, noise, context)
+    close(hidden_of(model, noise, context), expected)
+    for chunks in ([3, 5], [1] * 8):
+        close(in_chunks(model, noise, context, draft_cache(model), chunks), expected)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -206,7 +226,7 @@ def test_calls_with_a_cache_add_up_to_the_single_call(
 
 def test_a_context_row_outside_the_window_has_no_influence_and_one_on_its_edge_has() -> None:
     noise, context = inputs_of(20)
-    first = 20 - WINDOW  # the last context row that the block's first row still sees
+    first = 20 - WINDOW + 1  # the last context row that the block's first row still sees
     for layers, changed in (("sliding", [False, False, True]), ("mixed", [True] * 3), ("full", [True] * 3)):
         model = drafter_of(layers)
         expected = hidden_of(model, noise, context)

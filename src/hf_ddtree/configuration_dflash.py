@@ -12,9 +12,10 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 REQUIRED = ("target_layer_ids", "mask_token_id", "block_size")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
-# Entries of z-lab's `dflash_config` that move to the top level under the same name.
-_NESTED = (*REQUIRED, "num_target_layers")
+# Entries of z-lab's `dflash_config`, and their names at the top level.
+_NESTED = {name: name for name in (*REQUIRED, "num_target_layers", "causal")} | {"swa_window_size": "sliding_window"}
 
 
 @strict
@@ -31,6 +32,9 @@ class DFlashConfig(Qwen3Config):
             Positions of a block: the bonus token and `block_size - 1` drafted ones.
         num_target_layers (`int`, *optional*):
             Decoder layers of the target that the drafter was trained for.
+        causal (`bool`, *optional*):
+            Whether a block's rows see only the rows before them. By default sliding layers are causal and full ones
+            are not, as published drafters are served.
 
     The other fields are those of [`Qwen3Config`]. Reads the published forms: flat keys, or z-lab's nested
     `dflash_config` under `model_type="qwen3"`. A config without one of the three required values cannot make a model:
@@ -45,6 +49,8 @@ class DFlashConfig(Qwen3Config):
     mask_token_id: int | None = None
     block_size: int | None = None
     num_target_layers: int | None = None
+    causal: bool | None = None
+    sliding_window: int | None = None  # Qwen3's default is a number, and a window must not be guessed
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.layer_types is not None and "sliding_attention" in self.layer_types:
@@ -115,6 +121,10 @@ class DFlashConfig(Qwen3Config):
         )
         return cls(**(fields | overrides))
 
+    def layer_is_causal(self, layer_idx: int) -> bool:
+        """Whether a block's rows see only the rows before them in this layer."""
+        return self.layer_types[layer_idx] == "sliding_attention" if self.causal is None else self.causal
+
     def require_complete(self) -> None:
         """Raise a `ValueError` that names the first value that is missing or out of range."""
         for name in REQUIRED:
@@ -124,6 +134,15 @@ class DFlashConfig(Qwen3Config):
                     "and set it at the top level of config.json or in its `dflash_config`."
                 )
         assert self.target_layer_ids is not None and self.block_size is not None and self.mask_token_id is not None
+        for name, values in (
+            ("block_size", [self.block_size]),
+            ("mask_token_id", [self.mask_token_id]),
+            ("target_layer_ids", self.target_layer_ids),
+        ):
+            if not isinstance(values, (list, tuple)) or not all(type(value) is int for value in values):
+                raise ValueError(f"`{name}` must be made of whole numbers, got {getattr(self, name)!r}.")
+        if unknown := sorted(set(self.layer_types) - set(_LAYER_TYPES)):
+            raise ValueError(f"The drafter has layers of an unknown kind: {', '.join(unknown)}.")
         if self.block_size < 2:
             raise ValueError(f"`block_size` must be at least 2 (bonus token and one draft), got {self.block_size}.")
         if not self.target_layer_ids or min(self.target_layer_ids) < 0:
@@ -158,14 +177,16 @@ def flatten_config_dict(config_dict: dict[str, Any]) -> dict[str, Any]:
     nested = flat.pop("dflash_config", None) or {}
     flat.pop("auto_map", None)
     flat["model_type"] = DFlashConfig.model_type
-    for name in _NESTED:
-        if name not in nested:
+    if (causal := flat.pop("is_causal", None)) is not None:
+        flat["causal"] = causal
+    for entry, name in _NESTED.items():
+        if entry not in nested:
             continue
-        if flat.get(name) is not None and flat[name] != nested[name]:
+        if flat.get(name) is not None and flat[name] != nested[entry]:
             raise ValueError(
-                f"`{name}` is {flat[name]} at the top of the config and {nested[name]} in `dflash_config`."
+                f"`{name}` is {flat[name]} at the top of the config and {nested[entry]} in `dflash_config`."
             )
-        flat[name] = nested[name]
+        flat[name] = nested[entry]
     if unknown := sorted(set(nested) - set(_NESTED)):
         logger.warning(f"Unknown entries of the drafter's `dflash_config` are not used: {unknown}")
     return flat

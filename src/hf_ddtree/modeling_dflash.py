@@ -10,7 +10,12 @@ import torch
 from torch import nn
 from transformers import Cache
 from transformers.cache_utils import DFlashCache
-from transformers.masking_utils import create_bidirectional_mask, create_bidirectional_sliding_window_mask
+from transformers.masking_utils import (
+    create_bidirectional_mask,
+    create_bidirectional_sliding_window_mask,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
@@ -25,14 +30,16 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from .compat import MASK_CACHE_KEY
 from .configuration_dflash import DFlashConfig
 
-_MASKS: dict[str, Callable[..., Any]] = {
-    "full_attention": create_bidirectional_mask,
-    "sliding_attention": create_bidirectional_sliding_window_mask,
+_MASKS: dict[tuple[str, bool], Callable[..., Any]] = {
+    ("full_attention", False): create_bidirectional_mask,
+    ("full_attention", True): create_causal_mask,
+    ("sliding_attention", False): create_bidirectional_sliding_window_mask,
+    ("sliding_attention", True): create_sliding_window_causal_mask,
 }
 
 
 class DFlashAttention(nn.Module):
-    """Queries from the block; keys and values from the projected context and the block. Not causal inside a block."""
+    """Queries from the block; keys and values from the projected context and the block."""
 
     def __init__(self, config: DFlashConfig, layer_idx: int) -> None:
         super().__init__()
@@ -42,7 +49,7 @@ class DFlashAttention(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
-        self.is_causal = False
+        self.is_causal = config.layer_is_causal(layer_idx)
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
 
         query_width = config.num_attention_heads * self.head_dim
@@ -165,6 +172,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         if kwargs.pop("use_safetensors", True) is False:
             raise ValueError("DFlashDraftModel loads safetensors only; convert the checkpoint.")
         kwargs.pop("trust_remote_code", None)
+        kwargs["ignore_mismatched_sizes"] = True  # so that they are listed with the other faults below
         model, info = super().from_pretrained(
             pretrained_model_name_or_path, *args, use_safetensors=True, output_loading_info=True, **kwargs
         )
@@ -227,7 +235,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         attention_mask: torch.Tensor | dict[str, torch.Tensor] | None,
         cache: Cache | None,
     ) -> dict[str, torch.Tensor | None]:
-        """One mask per layer type: everything visible but padding and what lies outside a sliding window."""
+        """One mask per layer type: all but padding, what a window leaves out, and a causal layer's later rows."""
         if isinstance(attention_mask, dict):
             return dict(attention_mask)
         if attention_mask is not None and attention_mask.dim() == 4:
@@ -243,4 +251,5 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             "attention_mask": attention_mask,
             MASK_CACHE_KEY: cache,
         }
-        return {kind: _MASKS[kind](**arguments) for kind in set(self.config.layer_types)}
+        layers = {kind: self.config.layer_is_causal(i) for i, kind in enumerate(self.config.layer_types)}
+        return {kind: _MASKS[kind, causal](**arguments) for kind, causal in layers.items()}

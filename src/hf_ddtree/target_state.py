@@ -51,7 +51,10 @@ def claim(model: Any) -> Iterator[TreeCache]:
 
 def release_buffers(model: Any) -> None:
     """Free the cache buffers that earlier `ddtree` calls left on `model` for later ones."""
-    model.__dict__.pop(_ATTRIBUTE, None)
+    state = model.__dict__.get(_ATTRIBUTE)
+    if state is not None:
+        with state.lock:
+            state.cache = None
 
 
 def new_cache(model: Any) -> TreeCache:

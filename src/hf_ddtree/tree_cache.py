@@ -7,6 +7,7 @@ its slot (its row here). This file knows slots only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,15 @@ def capacity_for(rows: int) -> int:
     return max(_MIN_CAPACITY, 1 << (rows - 1).bit_length())
 
 
+@dataclass
+class RowPlan:
+    """What all layers of a cache share: where the next rows go, and how many fit."""
+
+    capacity: int
+    slots: torch.Tensor | None = None  # (B, N) while a tree is open
+    view: int = 0  # rows that attention reads while a tree is open
+
+
 class TreeLayer(CacheLayerMixin):
     """K/V rows of one attention layer, `(B, heads, capacity, head_dim)`.
 
@@ -32,9 +42,9 @@ class TreeLayer(CacheLayerMixin):
     is_croppable = True
     is_compileable = False
 
-    def __init__(self, owner: TreeCache, is_sliding: bool) -> None:
+    def __init__(self, plan: RowPlan, is_sliding: bool) -> None:
         super().__init__()
-        self.owner = owner
+        self.plan = plan
         self.is_sliding = is_sliding
         self.rows = 0  # rows written one after another, committed or (a prompt's) about to be
 
@@ -45,7 +55,7 @@ class TreeLayer(CacheLayerMixin):
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         # Zeros, not empty: masked rows are read too, and 0 * NaN would get through a softmax.
-        return like.new_zeros(*like.shape[:2], self.owner.capacity, like.shape[-1])
+        return like.new_zeros(*like.shape[:2], self.plan.capacity, like.shape[-1])
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -53,12 +63,14 @@ class TreeLayer(CacheLayerMixin):
         """Write a prompt's rows behind the last one, or, while a tree is being verified, the tree's at its slots."""
         if not self._fits(key_states, value_states):
             self.lazy_initialization(key_states, value_states)
-        slots = self.owner.slots
+        slots = self.plan.slots
         if slots is not None:
             self.append(key_states, value_states, slots.to(self.device))
-            view = self.owner.view
+            view = self.plan.view
         else:
             view = self.rows + key_states.shape[-2]
+            if view > self.keys.shape[2]:
+                raise RuntimeError(f"{key_states.shape[-2]} rows behind {self.rows} do not fit {self.keys.shape[2]}.")
             self.keys[:, :, self.rows : view] = key_states
             self.values[:, :, self.rows : view] = value_states
             self.rows = view
@@ -77,7 +89,7 @@ class TreeLayer(CacheLayerMixin):
 
     def grow(self) -> None:
         """Move to buffers of the owner's capacity."""
-        if self.is_initialized and self.keys.shape[2] < self.owner.capacity:
+        if self.is_initialized and self.keys.shape[2] < self.plan.capacity:
             for name in ("keys", "values"):
                 old = getattr(self, name)
                 new = self._empty(old)
@@ -107,7 +119,11 @@ class TreeLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
+        """Forget all rows and clear the buffers: a NaN left there would reach the next call through the mask."""
         self.rows = 0
+        if self.is_initialized:
+            self.keys.zero_()
+            self.values.zero_()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` rows (transformers' sign)."""
@@ -127,10 +143,23 @@ class TreeCache(Cache):
     """
 
     def __init__(self, sliding: Sequence[bool], capacity: int = _MIN_CAPACITY) -> None:
-        self.capacity = capacity
-        self.slots: torch.Tensor | None = None  # (B, N) while a tree is open
-        self.view = 0  # rows that attention reads while a tree is open
-        super().__init__(layers=[TreeLayer(self, is_sliding) for is_sliding in sliding])
+        self.plan = RowPlan(capacity)
+        super().__init__(layers=[TreeLayer(self.plan, is_sliding) for is_sliding in sliding])
+
+    @property
+    def capacity(self) -> int:
+        """Rows that the buffers hold."""
+        return self.plan.capacity
+
+    @property
+    def slots(self) -> torch.Tensor | None:
+        """The open tree's slots `(B, N)`."""
+        return self.plan.slots
+
+    @property
+    def view(self) -> int:
+        """Rows that attention reads while a tree is open: the mask's columns."""
+        return self.plan.view
 
     @property
     def length(self) -> int:
@@ -140,7 +169,7 @@ class TreeCache(Cache):
     def reserve(self, rows: int) -> None:
         """Make room for `rows` rows, keeping what is committed."""
         if rows > self.capacity:
-            self.capacity = capacity_for(rows)
+            self.plan.capacity = capacity_for(rows)
             for layer in self.layers:
                 layer.grow()
 
@@ -153,13 +182,13 @@ class TreeCache(Cache):
         length = self.length
         if length + nodes > self.capacity:
             raise RuntimeError(f"A tree of {nodes} rows at {length} does not fit {self.capacity} rows.")
-        self.view = min(-(-(length + nodes) // _ROW_MULTIPLE) * _ROW_MULTIPLE, self.capacity)
-        self.slots = (torch.arange(nodes, device=device) + length).expand(batch, -1)
-        return self.slots
+        self.plan.view = min(-(-(length + nodes) // _ROW_MULTIPLE) * _ROW_MULTIPLE, self.capacity)
+        self.plan.slots = slots = (torch.arange(nodes, device=device) + length).expand(batch, -1)
+        return slots
 
     def close_tree(self) -> None:
         """Drop what is left of an open tree: its rows are not committed and will be written over."""
-        self.slots = None
+        self.plan.slots = None
 
     def keep(self, path: Sequence[int]) -> None:
         """Commit the rows of a path through the open tree, root (0) first, and close the tree."""
@@ -174,11 +203,11 @@ class TreeCache(Cache):
         for layer in self.layers:
             if layer.is_initialized:
                 layer.rows = length + len(path)
-        self.slots = None
+        self.plan.slots = None
 
     def reset(self) -> None:
-        """Forget all rows, keep the buffers."""
-        self.slots = None
+        """Forget all rows, keep the buffers (cleared)."""
+        self.plan.slots = None
         for layer in self.layers:
             layer.reset()
 
