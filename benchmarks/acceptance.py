@@ -3,8 +3,8 @@
     python benchmarks/acceptance.py --drafter examples/smollm2-135m-dflash --json acceptance.json
 
 The target answers each prompt once, greedily. Verification is lossless, so every round of speculative decoding would
-commit a piece of just this answer: the part of it that lies in the round's tree, and the bonus token. From the target's
-features of the whole text the drafter drafts at every token, and a walk over the answer counts rounds for each tree.
+commit a piece of just this answer: the part of it that lies in the round's tree, and the bonus token. From the
+target's features the drafter drafts at every token of the text, and a walk over the answer counts each tree's rounds.
 
 Counted are first answers, up to the end of the turn or to the point where the text begins to repeat itself. A set's
 figure is all its tokens over all its rounds; the mean is over the three public sets.
@@ -20,17 +20,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from smollm2 import PROMPT_FILES, load_prompts, prepare_target
-from training_data import Generator, Request, encode_chats, first_repeat
-from training_prompts import read_jsonl
-
+from batch_generator import Generator, Request
 from hf_ddtree import DFlashDraftModel
 from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.draft_tree import DraftTree, best_first_tree, chain_tree
+from smollm2 import PROMPT_FILES, load_prompts, prepare_target
+from training_data import encode_chats, first_repeat
+from training_prompts import read_jsonl
 
 TREES = {"chain": 0, "15": 15, "63": 63, "255": 255}
 
@@ -42,7 +41,9 @@ class Answer(NamedTuple):
     start: int  # of the answer
 
 
-def answer_greedily(target: PreTrainedModel, prompts: list[list[int]], new_tokens: int, end: list[int]) -> list[Answer]:
+def answer_greedily(
+    target: PreTrainedModel, prompts: list[list[int]], new_tokens: int, end: list[int]
+) -> list[Answer]:
     """The target's answers, up to the end of the turn or the first repetition."""
     size = max(map(len, prompts)) + new_tokens + 1
     attention = target.config._attn_implementation
@@ -68,7 +69,12 @@ def tap_features(target: PreTrainedModel, ids: torch.Tensor, taps: list[int]) ->
 
 @torch.no_grad()
 def draft(
-    target: PreTrainedModel, drafter: DFlashDraftModel, ids: torch.Tensor, features: torch.Tensor, roots: torch.Tensor, k: int
+    target: PreTrainedModel,
+    drafter: DFlashDraftModel,
+    ids: torch.Tensor,
+    features: torch.Tensor,
+    roots: torch.Tensor,
+    k: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Drafts of roots `(B, R)`: the `k` best tokens of each later position and their log-probs, `(B * R, D, k)`."""
     batch, length = ids.shape
@@ -101,7 +107,9 @@ def accepted(tree: DraftTree, text: torch.Tensor) -> torch.Tensor:
     length = torch.zeros_like(node)
     alive = torch.ones_like(node, dtype=torch.bool)
     for depth in range(1, text.shape[1] + 1):
-        hit = (tree.depths == depth) & (tree.parents == node[:, None]) & (tree.token_ids == text[:, depth - 1 :][:, :1])
+        hit = (
+            (tree.depths == depth) & (tree.parents == node[:, None]) & (tree.token_ids == text[:, depth - 1 :][:, :1])
+        )
         alive = alive & hit.any(dim=1)
         node, length = hit.int().argmax(dim=1), length + alive
         node = node.masked_fill(~alive, -2)
@@ -109,7 +117,12 @@ def accepted(tree: DraftTree, text: torch.Tensor) -> torch.Tensor:
 
 
 def accepted_at_roots(
-    target: PreTrainedModel, drafter: DFlashDraftModel, answers: list[Answer], taps: list[int], texts: int = 8, roots: int = 64
+    target: PreTrainedModel,
+    drafter: DFlashDraftModel,
+    answers: list[Answer],
+    taps: list[int],
+    texts: int = 8,
+    roots: int = 64,
 ) -> list[dict[str, list[int]]]:
     """For each answer and tree: how many draft tokens would be accepted at each token of the answer as the root."""
     depth, widest = drafter.config.block_size - 1, max(TREES.values())

@@ -3,8 +3,8 @@
     python examples/train_drafter.py data/conversations.npz drafter/ --seconds 900
 
 Any causal LM can be the target (`--target`): widths come from its config. `conversations.npz` is what
-`training_data.py` writes. A run that ends early (`--max-steps`, `--max-seconds`, or stopped after a checkpoint) goes on
-where it was when the command is given again.
+`training_data.py` writes. A run that ends early (`--max-steps`, `--max-seconds`, or stopped after a checkpoint) goes
+on where it was when the command is given again.
 
 The recipe is DFlash's (arXiv 2602.06036): at random anchors inside answers a block of mask tokens is filled in one
 pass, from the target's hidden states before the anchor; cross-entropy in which earlier positions weigh more.
@@ -24,12 +24,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from smollm2 import prepare_target
 from torch import nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_ddtree import DFlashConfig, DFlashDraftModel
+from smollm2 import prepare_target
 
 
 @dataclasses.dataclass
@@ -69,7 +69,7 @@ class Batch(NamedTuple):
 
 
 def pack(lengths: np.ndarray, row_length: int) -> list[list[int]]:
-    """Conversations to rows: the longest first, each into the fullest row that has room. Too long ones are left out."""
+    """Conversations to rows: the longest first, each into the fullest row with room. Too long ones are left out."""
     rows: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(row_length + 1)]
     for number in np.argsort(-lengths, kind="stable").tolist():
@@ -211,7 +211,7 @@ class BlockLoss(nn.Module):
 
 
 def visible_rows(batch: Batch, anchors: torch.Tensor, size: int) -> torch.Tensor:
-    """What each row of each block sees: its conversation before the anchor, and its block. `(B, A*size, C + A*size)`."""
+    """What each row of each block sees: its conversation before the anchor, and its block. `(B, A*s, C + A*s)`."""
     rows, count = anchors.shape
     column = torch.arange(batch.ids.shape[1], device=anchors.device)
     document = batch.document.gather(1, anchors)
@@ -261,7 +261,7 @@ def train(
     recipe: Recipe,
     max_steps: int | None = None,
     max_seconds: float = math.inf,
-    checkpoint_seconds: float = 120,
+    checkpoint_seconds: float = 300,
     compile_step: bool = False,
 ) -> list[float]:
     """Train a drafter for `target` and save it to `out`; go on from the checkpoint in `out`, if there is one.
@@ -325,7 +325,9 @@ def train(
         progress.step += 1
         bar.update()
         if progress.step % 50 == 0:
-            bar.set_postfix(loss=f"{torch.stack(losses[-50:]).mean().item():.3f}", refresh=False)  # waits for the device
+            bar.set_postfix(
+                loss=f"{torch.stack(losses[-50:]).mean().item():.3f}", refresh=False
+            )  # waits for the device
         now = time.monotonic()
         progress.seconds = before + now - start
         if recipe.seconds is not None and progress.step % 50 == 0:
@@ -354,7 +356,9 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="directory for the drafter and the run's checkpoint")
     parser.add_argument("--target", help="directory or hub id of a causal LM; default: SmolLM2-135M-Instruct")
     parser.add_argument("--max-steps", type=int, help="stop after so many steps; the next call goes on")
-    parser.add_argument("--max-seconds", type=float, default=math.inf, help="stop after so long; the next call goes on")
+    parser.add_argument(
+        "--max-seconds", type=float, default=math.inf, help="stop after so long; the next call goes on"
+    )
     for field in dataclasses.fields(Recipe):
         kind = float if field.name in ("seconds", "decay", "learning_rate", "weight_decay", "clip") else int
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
