@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from smollm2 import chat_ids, load_prompts, load_target, load_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_ddtree import DDTreeConfig, DFlashDraftModel
 from hf_ddtree.compat import CACHE_KEY
+from smollm2 import chat_ids, load_prompts, load_target, load_tokenizer
 
 DRAFTER = Path(__file__).parents[1] / "examples" / "smollm2-135m-dflash"
 PROMPTS = [("humaneval", 3), ("humaneval", 40), ("mt_bench", 2), ("mt_bench", 21), ("gsm8k", 3), ("gsm8k", 50)]
