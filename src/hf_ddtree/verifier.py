@@ -117,7 +117,7 @@ class Verifier:
         if (filled := outputs[CACHE_KEY]) is not self.cache:  # Phi-3 takes a new cache beyond its rope switch
             self.cache.load(filled)
         if mask is not None and not bool(mask.all()):
-            self.prompt_mask = mask[:, : self.cache.length].bool()
+            self.prompt_mask = mask[:, : self.cache.length].to(self.device).bool()
         return outputs, self._features(chunks, self.cache.length - already)
 
     def plain_step(
