@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoConfig, CLIPVisionConfig, LlamaConfig, LlavaConfig, Qwen3Config
-from transformers.utils import logging as transformers_logging
 
 from hf_ddtree import DFlashConfig, DFlashDraftModel
 from hf_ddtree.configuration_dflash import flatten_config_dict, is_dflash_config_dict
@@ -33,15 +30,6 @@ NETWORK: dict[str, Any] = {
     "rope_theta": 5000.0,
     "vocab_size": 90,
 }
-
-
-@pytest.fixture
-def warnings_of_transformers(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    propagates = logging.getLogger("transformers").propagate
-    transformers_logging.enable_propagation()
-    with caplog.at_level(logging.WARNING):
-        yield caplog
-    logging.getLogger("transformers").propagate = propagates
 
 
 def flat(**overrides: Any) -> dict[str, Any]:

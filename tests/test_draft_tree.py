@@ -25,11 +25,8 @@ Nodes = list[tuple[int, int, int, float]]  # token, parent, depth, score
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def bounded_plans():
     yield
-    torch.set_num_threads(threads)
     draft_tree._make_plan.cache_clear()  # a thousand budgets fill some hundred MB
 
 

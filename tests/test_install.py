@@ -36,16 +36,6 @@ from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
 NEW = 24
 
 
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return tiny_target("llama")
-
-
-@pytest.fixture(scope="module")
-def drafter(target: PreTrainedModel) -> DFlashDraftModel:
-    return tiny_drafter(target)
-
-
 @pytest.fixture
 def no_forward(target: PreTrainedModel) -> Any:
     """Fails when the target runs before the error."""

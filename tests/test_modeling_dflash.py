@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
 from transformers.cache_utils import Cache, DFlashCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.utils import logging as transformers_logging
 
 from hf_ddtree import DFlashConfig, DFlashDraftModel
 from hf_ddtree.tree_cache import DraftCache
@@ -31,21 +29,9 @@ CHUNKS = [[20], [3, 5, 4, 8], [12, 1, 1, 6], [1] * 20, [7, 6, 7]]
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def no_gradients() -> Iterator[None]:
     with torch.no_grad():
         yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def warnings_of_transformers(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    propagates = logging.getLogger("transformers").propagate
-    transformers_logging.enable_propagation()
-    with caplog.at_level(logging.WARNING):
-        yield caplog
-    logging.getLogger("transformers").propagate = propagates
 
 
 def small_config(**overrides: Any) -> DFlashConfig:

@@ -21,16 +21,6 @@ WORDS = ["<pad>", "<s>", "</s>", "<mask>", "<unk>", "abcdef", *(f"w{i}" for i in
 
 
 @pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return tiny_target("llama")
-
-
-@pytest.fixture(scope="module")
-def drafter(target: PreTrainedModel) -> DFlashDraftModel:
-    return tiny_drafter(target)
-
-
-@pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     backend.pre_tokenizer = Whitespace()

@@ -8,7 +8,7 @@ import pickle
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,14 +24,6 @@ from scripted import prompt_ids, tiny_drafter, tiny_target
 HEADS, KEY_DIM, VALUE_DIM = 2, 4, 3
 STATE = "_hf_ddtree_state"
 Rows = tuple[torch.Tensor, torch.Tensor]  # keys and values, (B, heads, N, dim) each
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def random_rows(count: int, batch: int = 1, dims: tuple[int, int] = (KEY_DIM, VALUE_DIM), **kwargs: Any) -> Rows:

@@ -23,14 +23,11 @@ PROMPT, NODES, ROUNDS = 30, 11, 4  # longer than the windows of 24, and shorter 
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def seeded() -> Iterator[None]:
     random.seed(0)
     torch.manual_seed(0)
     with torch.no_grad():
         yield
-    torch.set_num_threads(threads)
 
 
 class Tree(NamedTuple):

@@ -135,7 +135,7 @@ class Verifier:
         """
         step_kwargs = model_kwargs | {CACHE_KEY: self.cache}
         prompt_positions = model_kwargs["position_ids"]
-        since = torch.arange(int(position.max() - prompt_positions.max()), device=position.device) + 1
+        since = torch.arange(int(position.max() - prompt_positions.max()), device=prompt_positions.device) + 1
         step_kwargs["position_ids"] = torch.cat([prompt_positions, prompt_positions[..., -1:] + since], dim=-1)
         if (mask := model_kwargs.get("attention_mask")) is not None:
             step_kwargs["attention_mask"] = torch.nn.functional.pad(mask, (0, len(since)), value=1)
@@ -146,12 +146,12 @@ class Verifier:
         already = self.cache.length
         self.cache.reserve(already + inputs["input_ids"].shape[1])
         with self._target_call() as chunks:
-            outputs = self.model._call_impl(**inputs, return_dict=True)
+            outputs = self.model(**inputs, return_dict=True)
         features = self._features(chunks, self.cache.length - already)
         # Some versions of Phi-3 run the last token alone, and drop the cache again at every later step.
         self.drops_cache = dropped and self.cache.length < input_ids.shape[1]
         self.cache.crop(-1)
-        self.cache.open_tree(1, input_ids.device)
+        self.cache.open_tree(1, self.device)
         return Verification(outputs.logits[:, -1:], features[:, -1:], outputs)
 
     def verify(self, token_ids: torch.Tensor, positions: torch.Tensor, ancestors: torch.Tensor) -> Verification:
@@ -171,7 +171,7 @@ class Verifier:
             for kind, window in self.windows.items()
         }
         with self._target_call() as chunks:
-            outputs = self.model._call_impl(
+            outputs = self.model(
                 input_ids=token_ids,
                 attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
                 position_ids=positions + depths,

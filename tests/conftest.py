@@ -1,0 +1,40 @@
+"""Fixtures that several files share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from hf_ddtree import DFlashDraftModel
+from scripted import tiny_drafter, tiny_target
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Workers share few cores, and threads that wait for each other are slow there."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny_target("llama")
+
+
+@pytest.fixture(scope="module")
+def drafter(target: PreTrainedModel) -> DFlashDraftModel:
+    return tiny_drafter(target)
+
+
+@pytest.fixture
+def warnings_of_transformers(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What transformers logs as a warning or worse."""
+    propagates = logging.getLogger("transformers").propagate
+    transformers_logging.enable_propagation()
+    with caplog.at_level(logging.WARNING):
+        yield caplog
+    logging.getLogger("transformers").propagate = propagates
