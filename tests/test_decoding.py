@@ -83,7 +83,7 @@ def test_equal_to_plain_on_long_prompts_and_texts(target: PreTrainedModel, promp
         drafter = tiny_drafter(target, block_size=16)
         out, _ = trees(target, drafter, ids, new, GREEDY, DDTreeConfig(budget=255))
     assert out.sequences.tolist() == expected.sequences.tolist()
-    assert out.ddtree_stats.mean_acceptance_length > 2
+    assert max(out.ddtree_stats.acceptance_lengths) > 4
 
 
 @pytest.mark.full
@@ -411,3 +411,79 @@ def test_a_rope_switch_far_into_a_long_text() -> None:
         out, _ = trees(model, tiny_drafter(model), ids, 40, GREEDY)
     assert out.sequences.tolist() == expected.sequences.tolist()
     assert max(out.ddtree_stats.acceptance_lengths) > 4
+
+
+def test_inference_mode_leaves_buffers_that_other_calls_can_use() -> None:
+    model = tiny_target("llama")
+    drafter = tiny_drafter(model)
+    with torch.inference_mode():
+        first, _ = trees(model, drafter, prompt_ids(8), 6, GREEDY)
+    again, _ = trees(model, drafter, prompt_ids(8), 6, GREEDY)
+    assert again.sequences.tolist() == first.sequences.tolist()
+
+
+@pytest.mark.skipif(CACHE_KEY != "cache", reason="this Phi-3 forgets its context beyond the switch")
+@pytest.mark.parametrize("switch", [33, 50])
+def test_turns_around_a_rope_switch(switch: int) -> None:
+    """The turn that passes the switch recomputes all rows: the cache it returns is a new one."""
+    model = tiny_target("phi3", switch=switch)
+    drafter = tiny_drafter(model)
+    expected, _ = plain(model, prompt_ids(12), 20, GREEDY)
+    out, _ = trees(model, drafter, prompt_ids(12), 20, GREEDY)
+    for turn in range(2):
+        ids = torch.cat([expected.sequences, prompt_ids(5, seed=turn)], dim=1)
+        expected, _ = plain(model, ids, 15, GREEDY | {CACHE_KEY: expected[CACHE_KEY]})
+        out, _ = trees(model, drafter, ids, 15, GREEDY | {CACHE_KEY: out[CACHE_KEY]})
+        assert out.sequences.tolist() == expected.sequences.tolist()
+
+
+def test_a_rope_switch_behind_a_prompt_that_ends_in_padding() -> None:
+    model = tiny_target("phi3", switch=30)
+    ids = prompt_ids(21)
+    ids[0, 20] = 0
+    options = GREEDY | {"pad_token_id": 0, "eos_token_id": 2}
+    expected, _ = plain(model, ids, 30, options)
+    out, _ = trees(model, tiny_drafter(model), ids, 30, options)
+    assert out.sequences.tolist() == expected.sequences.tolist()
+
+
+def test_a_cache_of_another_dtype_is_continued() -> None:
+    model = tiny_target("llama")
+    drafter = tiny_drafter(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        caches = [plain(model, prompt_ids(12), 20, GREEDY)[0] for _ in range(2)]
+    ids = torch.cat([caches[0].sequences, prompt_ids(4)], dim=1)
+    expected, _ = plain(model, ids, 20, GREEDY | {CACHE_KEY: caches[0][CACHE_KEY]})
+    out, _ = trees(model, drafter, ids, 20, GREEDY | {CACHE_KEY: caches[1][CACHE_KEY]})
+    assert out.sequences.tolist() == expected.sequences.tolist()
+
+
+def test_ids_grow_with_the_text_not_with_its_limit() -> None:
+    model = tiny_target("llama")
+    ids = prompt_ids(8).int()
+    text, _ = plain(model, ids, 9, GREEDY)
+    options = GREEDY | {"max_length": 10**30, "eos_token_id": int(text.sequences[0, -1]), "pad_token_id": 0}
+    expected = model.generate(ids, **options)
+    out = model.generate(ids, assistant_model=tiny_drafter(model), ddtree=True, **options)
+    assert out.tolist() == expected.tolist()
+    assert out.dtype == expected.dtype == torch.int64
+    assert out.untyped_storage().nbytes() == expected.untyped_storage().nbytes()
+
+
+def test_a_drafter_with_dropout_draws_nothing() -> None:
+    model = tiny_target("llama")
+    drafter = tiny_drafter(model, attention_dropout=0.3).train()
+    expected, state = plain(model, prompt_ids(12), 20, PURE_SAMPLING)
+    out, after = trees(model, drafter, prompt_ids(12), 20, PURE_SAMPLING)
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert torch.equal(after, state)
+
+
+def test_an_offloaded_target() -> None:
+    from accelerate import cpu_offload
+
+    model = tiny_target("llama")
+    drafter = tiny_drafter(model)
+    expected, _ = plain(model, prompt_ids(12), 9, GREEDY)
+    out, _ = trees(cpu_offload(model, execution_device="cpu"), drafter, prompt_ids(12), 9, GREEDY)
+    assert out.sequences.tolist() == expected.sequences.tolist()

@@ -185,6 +185,7 @@ class TestErrors:
             ({"assistant_early_exit": 2}, "assistant_early_exit"),
             ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight"),
             ({"speculation_type": "dflash"}, "speculation_type"),
+            ({"dola_layers": "high"}, "dola_layers"),
             ({"cache_implementation": "paged"}, "paged"),
             ({"custom_generate": "some/repo", "trust_remote_code": True}, "custom_generate"),
             ({"inputs": prompt_ids(5).repeat(2, 1)}, "batch of 2"),
@@ -412,3 +413,123 @@ def test_a_compiled_model_decodes_with_trees() -> None:
     out = model.generate(ids, max_new_tokens=NEW, do_sample=False, assistant_model=drafter, ddtree=True)
     assert out.tolist() == expected.tolist()
     assert model._compiled_call_impl is not None
+
+
+# -- further ways to get it wrong ------------------------------------------------------------------------------------
+
+
+def test_a_consumer_of_the_stream_may_ask_the_same_pair(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
+    """A call that waits for its consumer must not make the consumer wait for it."""
+    ids = prompt_ids(8)
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    expected = target.generate(ids, **options)
+    inner: list[Any] = []
+
+    class Consumer:
+        def put(self, value: torch.Tensor) -> None:
+            if not inner:
+                thread = threading.Thread(
+                    target=lambda: inner.append(target.generate(ids, assistant_model=drafter, ddtree=True, **options))
+                )
+                thread.start()
+                thread.join(timeout=60)
+                assert not thread.is_alive()
+
+        def end(self) -> None:
+            pass
+
+    out = target.generate(ids, assistant_model=drafter, ddtree=True, streamer=Consumer(), **options)
+    assert out.tolist() == inner[0].tolist() == expected.tolist()
+
+
+def test_a_library_that_wraps_our_hook_survives_uninstall_and_install(
+    target: PreTrainedModel, drafter: DFlashDraftModel
+) -> None:
+    below = GenerationMixin._validate_generation_mode
+    GenerationMixin._validate_generation_mode = lambda self, *args, **kwargs: below(self, *args, **kwargs)
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+    try:
+        hf_ddtree.uninstall()
+        plain = target.generate(prompt_ids(4), **options)
+        hf_ddtree.install()
+        out = target.generate(prompt_ids(4), assistant_model=drafter, ddtree=True, **options)
+        assert out.tolist() == plain.tolist()
+    finally:
+        hf_ddtree.uninstall()
+        GenerationMixin._validate_generation_mode = inspect.unwrap(below)
+        hf_ddtree.install()
+
+
+def test_a_second_import_takes_the_place_of_the_first() -> None:
+    code = (
+        "import sys, hf_ddtree\n"
+        "from transformers import GenerationConfig\n"
+        "for name in [n for n in sys.modules if n.startswith('hf_ddtree')]: del sys.modules[name]\n"
+        "import hf_ddtree\n"
+        "assert GenerationConfig().ddtree is None\n"
+        "hf_ddtree.uninstall()\n"
+        "assert not hasattr(GenerationConfig, 'ddtree')\n"
+        "assert not hasattr(GenerationConfig.__init__, '_hf_ddtree_original')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_targets_that_mask_place_or_step_in_their_own_way(drafter: DFlashDraftModel) -> None:
+    from transformers import (
+        FalconConfig,
+        FalconForCausalLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+        GPTNeoConfig,
+        GPTNeoForCausalLM,
+    )
+
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16}
+    neo = GPTNeoConfig(**sizes, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]])
+    falcon = FalconConfig(**sizes, num_hidden_layers=2, num_attention_heads=2, alibi=True)
+    for model, match in (
+        (GPTNeoForCausalLM(neo), "attention masks itself"),
+        (FalconForCausalLM(falcon), "position_ids"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            model.generate(prompt_ids(4, vocab=64), max_new_tokens=4, assistant_model=drafter, ddtree=True)
+
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=4, n_head=2, eos_token_id=None))
+    ids = prompt_ids(4, vocab=64)
+    options: dict[str, Any] = {"max_new_tokens": 4, "assistant_model": tiny_drafter(gpt2), "ddtree": True}
+    with pytest.raises(ValueError, match="token_type_ids"):
+        gpt2.generate(ids, token_type_ids=torch.ones_like(ids), **options)
+
+    class Halved(LlamaForCausalLM):
+        def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+            inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+            inputs["position_ids"] = inputs["position_ids"] // 2
+            return inputs
+
+    halved = Halved(tiny_target("llama").config)
+    with pytest.raises(ValueError, match="positions of its own"):
+        halved.generate(prompt_ids(4), max_new_tokens=4, assistant_model=tiny_drafter(halved), ddtree=True)
+
+
+def test_dynamic_rope_counts_embeddings_and_given_positions() -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model = tiny_target("llama", max_position_embeddings=32, rope_parameters=rope)
+    options: dict[str, Any] = {"max_new_tokens": 20, "assistant_model": tiny_drafter(model), "ddtree": True}
+    embeds = model.get_input_embeddings()(prompt_ids(25)).detach()
+    with pytest.raises(ValueError, match="dynamic"):
+        model.generate(inputs_embeds=embeds, **options)
+    with pytest.raises(ValueError, match="dynamic"):
+        model.generate(prompt_ids(8), position_ids=torch.arange(8)[None] + 20, **options)
+
+
+def test_a_layer_tapped_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="twice"):
+        DFlashDraftModel(hf_ddtree.DFlashConfig(target_layer_ids=[1, 1], mask_token_id=1, block_size=4))
+
+
+def test_release_buffers_through_a_compiled_wrapper(drafter: DFlashDraftModel) -> None:
+    model = tiny_target("llama")
+    wrapper = torch.compile(model, backend="eager")
+    wrapper.generate(prompt_ids(4), max_new_tokens=4, do_sample=False, assistant_model=drafter, ddtree=True)
+    hf_ddtree.release_buffers(wrapper)
+    assert model.__dict__["_hf_ddtree_state"].cache is None

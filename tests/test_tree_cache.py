@@ -588,23 +588,31 @@ def test_after_an_exception_the_cache_is_empty_and_free_again(target: PreTrained
     target.__dict__[STATE].lock.release()
 
 
-def test_another_thread_waits_for_the_cache(target: PreTrainedModel) -> None:
-    order: list[str] = []
+def test_another_thread_does_not_wait_and_gets_a_cache_of_its_own(target: PreTrainedModel) -> None:
+    others: list[TreeCache] = []
 
     def other() -> None:
         with claim(target) as cache:
-            assert cache.length == 0
-            order.append("second")
+            others.append(cache)
 
     thread = threading.Thread(target=other)
     with claim(target) as cache:
-        thread.start()
-        thread.join(timeout=0.2)
-        assert thread.is_alive()
         cache.update(*random_rows(3), 0)
-        order.append("first")
-    thread.join(timeout=30)
-    assert order == ["first", "second"]
+        thread.start()
+        thread.join(timeout=30)
+        assert len(others) == 1 and others[0] is not cache
+        assert cache.length == 3
+    with claim(target) as again:
+        assert again is cache
+
+
+def test_earlier_rows_of_a_narrower_type_are_promoted() -> None:
+    cache = TreeCache([False], capacity=256)
+    keys, values = random_rows(3)
+    cache.update(keys.bfloat16(), values.bfloat16(), 0)
+    more = random_rows(2)
+    got, _ = cache.update(*more, 0)
+    assert torch.equal(got, torch.cat([keys.bfloat16(), more[0]], dim=2))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_mixed", "mistral"])

@@ -37,7 +37,8 @@ class DDTreeCandidateGenerator(CandidateGenerator):
 
     Args:
         target: The model that verifies; its embedding and output head are the drafter's.
-        drafter: A [`DFlashDraftModel`], or a DFlash assistant of transformers with the same forward.
+        drafter: A [`DFlashDraftModel`], or a DFlash assistant of transformers with the same forward. It is put in
+            evaluation mode: dropout would draw from the generator that sampling uses.
         config: Tree options.
         max_length: Longest sequence, prompt included; `get_candidates` drafts nothing beyond it.
     """
@@ -46,7 +47,7 @@ class DDTreeCandidateGenerator(CandidateGenerator):
 
     def __init__(self, target: Any, drafter: Any, config: DDTreeConfig, max_length: int) -> None:
         self.target = target
-        self.drafter = drafter
+        self.drafter = drafter.eval()
         self.config = config
         self.max_length = max_length
         self.device, self.dtype = drafter.device, drafter.dtype
@@ -139,17 +140,18 @@ class DDTreeCandidateGenerator(CandidateGenerator):
 def embed_tokens(target: Any, token_ids: torch.Tensor) -> torch.Tensor:
     """The target's input embedding `(B, L, H)`, without the norm that some embeddings carry (as DFlash is trained)."""
     embedding = target.get_input_embeddings()
+    token_ids = token_ids.to(_device_of(embedding, token_ids))
     if getattr(embedding, "embed_norm", None) is None:
-        embeds: torch.Tensor = embedding(token_ids.to(embedding.weight.device))
+        embeds: torch.Tensor = embedding(token_ids)
         return embeds
-    return torch.nn.functional.embedding(token_ids.to(embedding.weight.device), embedding.weight)
+    return torch.nn.functional.embedding(token_ids, embedding.weight)
 
 
 def draft_logits(target: Any, hidden: torch.Tensor) -> torch.Tensor:
     """The target's own logits `(B, L, V)` of final states `(B, L, H)`: its head, then its scale or soft cap."""
     head = target.get_output_embeddings()
     config = target.config.get_text_config(decoder=True)
-    logits: torch.Tensor = head(hidden.to(head.weight.device, target.dtype))
+    logits: torch.Tensor = head(hidden.to(_device_of(head, hidden), target.dtype))
     if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
         logits = logits * scale
     if (scale := getattr(config, "logits_scaling", None)) is not None:  # Granite
@@ -157,3 +159,9 @@ def draft_logits(target: Any, hidden: torch.Tensor) -> torch.Tensor:
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma 2
         logits = torch.tanh(logits / cap) * cap
     return logits
+
+
+def _device_of(module: Any, given: torch.Tensor) -> torch.device:
+    """Where a module takes its input: an offloaded one's weight is on "meta" and its hook moves what it is given."""
+    device: torch.device = module.weight.device
+    return given.device if device.type == "meta" else device

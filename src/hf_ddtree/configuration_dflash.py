@@ -147,6 +147,8 @@ class DFlashConfig(Qwen3Config):
             raise ValueError(f"`block_size` must be at least 2 (bonus token and one draft), got {self.block_size}.")
         if not self.target_layer_ids or min(self.target_layer_ids) < 0:
             raise ValueError(f"`target_layer_ids` must be layer numbers from 0, got {self.target_layer_ids}.")
+        if len(set(self.target_layer_ids)) < len(self.target_layer_ids):
+            raise ValueError(f"`target_layer_ids` names a layer twice: {self.target_layer_ids}.")
         if self.num_target_layers is not None and max(self.target_layer_ids) >= self.num_target_layers:
             raise ValueError(
                 f"Tap layer {max(self.target_layer_ids)} lies beyond the target's {self.num_target_layers} layers "

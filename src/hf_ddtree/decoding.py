@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
@@ -55,7 +55,7 @@ def ddtree_decoding(
 
     with claim(model) as cache:
         source = DDTreeCandidateGenerator(model, assistant_model, config, record.max_length)
-        verifier = Verifier(model, source.layer_ids, cache, model_kwargs)
+        verifier = Verifier(model, source.layer_ids, cache, model_kwargs, input_ids.device)
         rope = RopeSwitch(verifier.config)
         timed = functools.partial(stats.time, device=verifier.device if config.record_times else None)
         try:
@@ -104,15 +104,18 @@ def ddtree_decoding(
 
         if streamer is not None:
             streamer.end()
+        if verifier.recomputed:  # what the caller's cache holds belongs to another text now
+            users_cache = DynamicCache(config=verifier.config)
         if users_cache is not None and (record.return_dict or getattr(users_cache, "_is_user_defined", False)):
             cache.export(users_cache)
 
+    sequences = record.input_ids.clone()
     if not record.return_dict:
-        return record.input_ids
+        return sequences
     output: GenerateDDTreeOutput = decoder_only_output(
         GenerateDDTreeOutput,
         users_cache,
-        sequences=record.input_ids,
+        sequences=sequences,
         scores=record.scores,
         logits=record.logits,
         hidden_states=record.hidden_states,

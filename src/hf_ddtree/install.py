@@ -32,9 +32,8 @@ from .validation import (
 # Whether `ddtree` was given to this very call of `generate`, and not only found in a config.
 _explicit: ContextVar[bool] = ContextVar("hf_ddtree_explicit", default=False)
 
-# (owner, name) -> (our hook, what stood there before)
+# (owner, name) -> (our hook, what stood there before, None if nothing did)
 _installed: dict[tuple[Any, str], tuple[Any, Any]] = {}
-_MISSING = object()
 
 
 class _DDTreeOption:
@@ -73,7 +72,7 @@ def uninstall() -> None:
     for (owner, name), (hook, original) in _installed.items():
         if owner.__dict__.get(name) is not hook:
             continue
-        if original is _MISSING:
+        if original is None:
             delattr(owner, name)
         else:
             setattr(owner, name, original)
@@ -81,16 +80,30 @@ def uninstall() -> None:
 
 
 def _put(owner: Any, name: str, make_hook: Callable[[Any], Any]) -> None:
-    original = owner.__dict__.get(name, _MISSING)
-    hook = make_hook(original)
+    """Hook `owner.name`, in place of an older import's hook if there is one."""
+    current = owner.__dict__.get(name)
+    original = getattr(current, "_hf_ddtree_original", current)
+    ours = make_hook(original)
+    hook = ours if original is None else _while_installed(owner, name, ours, original)
+    hook._hf_ddtree_original = original
     setattr(owner, name, hook)
     _installed[owner, name] = (hook, original)
+
+
+def _while_installed(owner: Any, name: str, ours: Callable[..., Any], original: Callable[..., Any]) -> Any:
+    """Our function while it is installed, else the original: others may have wrapped this hook and keep calling it."""
+
+    @functools.wraps(original)
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        installed = _installed.get((owner, name), (None, None))[0] is hook
+        return (ours if installed else original)(*args, **kwargs)
+
+    return hook
 
 
 def _config_init(original: Callable[..., None]) -> Callable[..., None]:
     """`GenerationConfig.__init__` drops entries it does not know from files that say `_from_model_config`."""
 
-    @functools.wraps(original)
     def __init__(self: GenerationConfig, **kwargs: Any) -> None:
         ddtree = kwargs.pop("ddtree", None)
         original(self, **kwargs)
@@ -102,7 +115,6 @@ def _config_init(original: Callable[..., None]) -> Callable[..., None]:
 def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
     """See whether `ddtree` is explicit, and refuse what would never reach the decoding loop."""
 
-    @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         explicit = DDTreeConfig.from_value(kwargs.get("ddtree")) is not None
         if explicit:
@@ -121,7 +133,6 @@ def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
 def _validate_generation_mode(original: Callable[..., None]) -> Callable[..., None]:
     """All checks that need no input, before the first forward."""
 
-    @functools.wraps(original)
     def _validate_generation_mode(
         self: Any, generation_mode: Any, generation_config: GenerationConfig, generation_mode_kwargs: dict[str, Any]
     ) -> None:
@@ -152,7 +163,6 @@ def _validate_generation_mode(original: Callable[..., None]) -> Callable[..., No
 def _assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
     """Our loop for calls that asked for trees and have a drafter, transformers' own for all others."""
 
-    @functools.wraps(original)
     def _assisted_decoding(
         self: Any,
         input_ids: Any,
@@ -164,7 +174,8 @@ def _assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
         config = DDTreeConfig.from_value(generation_config.ddtree)
         if config is None or not is_dflash_drafter(kwargs.get("assistant_model")):
             return original(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
-        check_rope(self, int(generation_config.max_length))
+        room = int(generation_config.max_length) - input_ids.shape[1]
+        check_rope(self, int(kwargs["position_ids"].max()) + 1 + room)
         for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
             kwargs.pop(name, None)
         return ddtree_decoding(
@@ -184,7 +195,6 @@ def _assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
 def _load_assistant_model(original: Callable[..., Any]) -> Callable[..., Any]:
     """Pipelines take a drafter, or the path of one, as it is: it has no tokenizer of its own."""
 
-    @functools.wraps(original)
     def load_assistant_model(model: Any, assistant_model: Any, assistant_tokenizer: Any) -> tuple[Any, Any]:
         if isinstance(assistant_model, str):
             config_dict, _ = PreTrainedConfig.get_config_dict(assistant_model)

@@ -21,6 +21,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from .compat import CacheAlias
 from .draft_tree import DraftTree
 
+_MIN_ROOM = 256  # tokens by which the id buffer grows at least
+
 
 class RoundTree(NamedTuple):
     """One round's tree, for those who asked for it (`record_trees`)."""
@@ -122,8 +124,7 @@ class GenerationRecord:
         self.streamer = streamer
         self.max_length = int(config.max_length)
         self.length = input_ids.shape[1]
-        self._buffer = input_ids.new_zeros(1, max(self.max_length, self.length))
-        self._buffer[:, : self.length] = input_ids
+        self._buffer = input_ids.long()  # plain decoding's, too, become int64 with the first token
         self.return_dict = bool(config.return_dict_in_generate)
 
         def kept_if(wanted: bool | None) -> tuple[Any, ...] | None:
@@ -167,6 +168,8 @@ class GenerationRecord:
         Returns:
             Whether generation ends with this token.
         """
+        if self.length == self._buffer.shape[1]:
+            self._buffer = torch.nn.functional.pad(self._buffer, (0, max(_MIN_ROOM, self.length)))
         self._buffer[:, self.length] = token
         self.length += 1
         if self.scores is not None:
@@ -198,8 +201,8 @@ class GenerationRecord:
             else:
                 self.hidden_states += tuple(tuple(h[:, r : r + 1] for h in outputs.hidden_states) for r in rows)
         if self.attentions is not None:
-            if committed is None:
-                self.attentions += (outputs.attentions,)
+            if committed is None or not outputs.attentions:  # attention functions without weights give none
+                self.attentions += (outputs.attentions,) * len(rows)
                 return
             for count, row in enumerate(rows, start=1):
                 # The committed columns, then the path down to this row.

@@ -18,9 +18,11 @@ class TargetState:
     """Held in the model's `__dict__`, so that it lives and dies with the model. Copies and pickles are empty."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = threading.Lock()
         self.busy = False
         self.cache: TreeCache | None = None
+        self.uncompiled = 0  # calls that need the uncompiled forward now
+        self.compiled: Any = None  # what they put aside
 
     def __deepcopy__(self, memo: Any) -> TargetState:
         return TargetState()
@@ -29,32 +31,53 @@ class TargetState:
         return TargetState, ()
 
 
+def state_of(model: Any) -> TargetState:
+    state: TargetState = model.__dict__.setdefault(_ATTRIBUTE, TargetState())
+    return state
+
+
 @contextmanager
 def claim(model: Any) -> Iterator[TreeCache]:
-    """The target's empty cache, for one call at a time; a call from inside another gets a cache of its own."""
-    state = model.__dict__.setdefault(_ATTRIBUTE, TargetState())
+    """The target's empty cache. A call beside or inside another does not wait: it gets a cache of its own."""
+    state = state_of(model)
     with state.lock:
-        if state.busy:
-            yield new_cache(model)
-            return
-        state.busy = True
-        try:
-            if state.cache is None:
-                state.cache = new_cache(model)
+        first, state.busy = not state.busy, True
+    if not first:
+        yield new_cache(model)
+        return
+    try:
+        if state.cache is None:
+            state.cache = new_cache(model)
+        state.cache.reset()
+        yield state.cache
+    finally:
+        if state.cache is not None:
             state.cache.reset()
-            yield state.cache
-        finally:
-            state.busy = False
-            if state.cache is not None:
-                state.cache.reset()
+        state.busy = False
+
+
+@contextmanager
+def uncompiled(model: Any) -> Iterator[None]:
+    """Run the uncompiled forward of a model compiled in place: the graph does not know hooks that came after it."""
+    state = state_of(model)
+    with state.lock:
+        if state.uncompiled == 0:
+            state.compiled, model._compiled_call_impl = model._compiled_call_impl, None
+        state.uncompiled += 1
+    try:
+        yield
+    finally:
+        with state.lock:
+            state.uncompiled -= 1
+            if state.uncompiled == 0:
+                model._compiled_call_impl, state.compiled = state.compiled, None
 
 
 def release_buffers(model: Any) -> None:
     """Free the cache buffers that earlier `ddtree` calls left on `model` for later ones."""
-    state = model.__dict__.get(_ATTRIBUTE)
-    if state is not None:
-        with state.lock:
-            state.cache = None
+    model = getattr(model, "_orig_mod", model)  # what torch.compile(model) wraps
+    if _ATTRIBUTE in model.__dict__:
+        state_of(model).cache = None
 
 
 def new_cache(model: Any) -> TreeCache:

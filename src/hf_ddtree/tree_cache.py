@@ -54,14 +54,20 @@ class TreeLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
-        # Zeros, not empty: masked rows are read too, and 0 * NaN would get through a softmax.
-        return like.new_zeros(*like.shape[:2], self.plan.capacity, like.shape[-1])
+        # Zeros, not empty: masked rows are read too, and 0 * NaN would get through a softmax. Ordinary tensors even in
+        # inference mode, since a later call may write to them outside of it.
+        shape = (*like.shape[:2], self.plan.capacity, like.shape[-1])
+        with torch.inference_mode(False):
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a prompt's rows behind the last one, or, while a tree is being verified, the tree's at its slots."""
-        if not self._fits(key_states, value_states):
+        if self.rows:
+            self._promote(key_states, value_states)
+            key_states, value_states = key_states.to(self.keys.dtype), value_states.to(self.values.dtype)
+        elif not self._fits(key_states, value_states):
             self.lazy_initialization(key_states, value_states)
         slots = self.plan.slots
         if slots is not None:
@@ -95,6 +101,15 @@ class TreeLayer(CacheLayerMixin):
                 new = self._empty(old)
                 new[:, :, : self.rows] = old[:, :, : self.rows]
                 setattr(self, name, new)
+
+    def _promote(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Bring committed rows to the type of wider new ones, as concatenating them would."""
+        for name, rows in (("keys", key_states), ("values", value_states)):
+            buffer = getattr(self, name)
+            dtype = torch.promote_types(buffer.dtype, rows.dtype)
+            if buffer.dtype != dtype or buffer.device != rows.device:
+                setattr(self, name, buffer.to(rows.device, dtype))
+                self.dtype, self.device = dtype, rows.device
 
     def _fits(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
         """Whether the buffers are those of this model as it is now (it may have been cast or moved since)."""

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import DynamicCache, GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
+from .compat import CACHE_KEY
 from .configuration_dflash import REQUIRED
 from .rope import rope_parameters
 
@@ -16,8 +17,9 @@ from .rope import rope_parameters
 _MASKED_ATTENTION = ("eager", "sdpa")
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 
-# Options that choose another way of drafting, each of which would win over (or mix with) the drafter.
-_OTHER_SPECULATION = (
+# Options that choose another way of drafting or decoding, which would win over the drafter or be ignored.
+_OTHER_WAYS = (
+    "dola_layers",
     "prompt_lookup_num_tokens",
     "use_mtp",
     "assistant_early_exit",
@@ -65,9 +67,9 @@ def check_options(generation_config: GenerationConfig, generation_mode: Generati
         raise ValueError("`ddtree` returns one sequence: set `num_return_sequences=1` and call `generate` repeatedly.")
     if generation_config.use_cache is False:
         raise ValueError("`ddtree` keeps a tree's rows in the cache: remove `use_cache=False`.")
-    for name in _OTHER_SPECULATION:
+    for name in _OTHER_WAYS:
         if (value := getattr(generation_config, name, None)) not in (None, False):
-            raise ValueError(f"`ddtree` and `{name}={value!r}` are two ways of drafting: leave one of them out.")
+            raise ValueError(f"`ddtree` and `{name}={value!r}` are two ways of decoding: leave one of them out.")
     if generation_mode != GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
             f"`ddtree` works with greedy search and sampling, and these options ask for {generation_mode.value}."
@@ -106,10 +108,14 @@ def check_target(model: Any) -> None:
         )
     if unknown := sorted(kinds - set(_LAYER_KINDS)):
         raise ValueError(f"{name} has layers of a kind that trees cannot mask yet: {', '.join(unknown)}.")
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    if "position_ids" not in inspect.signature(model.forward).parameters or getattr(config, "alibi", False):
         raise ValueError(
             f"{name} takes no `position_ids`, so that the rows of a tree cannot be placed: use another target."
         )
+    if CACHE_KEY not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"{name} has no cache of keys and values, in which `ddtree` keeps a tree's rows.")
+    if not model._supports_attention_backend:
+        raise ValueError(f"{name} makes its attention masks itself, so that a tree cannot be masked.")
     if config._attn_implementation not in _MASKED_ATTENTION:
         raise ValueError(
             f'`ddtree` verifies with a 4D mask, which attention "{config._attn_implementation}" does not take: load '
@@ -117,15 +123,15 @@ def check_target(model: Any) -> None:
         )
 
 
-def check_rope(model: Any, max_length: int) -> None:
-    """Raise when positions could pass the point from which `dynamic` rope changes with every token."""
+def check_rope(model: Any, positions: int) -> None:
+    """Raise when the first `positions` positions pass the point from which `dynamic` rope changes with every token."""
     config = model.config.get_text_config(decoder=True)
     for rope in rope_parameters(config):
         limit = config.max_position_embeddings
-        if rope.get("rope_type") == "dynamic" and max_length > limit:
+        if rope.get("rope_type") == "dynamic" and positions > limit:
             raise ValueError(
                 f"The target's `dynamic` rope changes with every token beyond {limit} positions, so that no tree is "
-                f"right there: keep prompt and new tokens within {limit} (asked for: {max_length})."
+                f"right there: keep prompt and new tokens within {limit} (asked for: {positions})."
             )
 
 

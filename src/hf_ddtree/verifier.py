@@ -13,8 +13,10 @@ from transformers import GenerationConfig
 
 from .compat import CACHE_KEY
 from .draft_tree import ancestor_matrix, node_depths
+from .target_state import uncompiled
 from .tree_cache import TreeCache
 
+_STEP_INPUTS = ("input_ids", "attention_mask", "position_ids")
 _OUTPUTS = ("output_hidden_states", "output_attentions")  # what `generate` passes on to each forward
 
 
@@ -77,21 +79,31 @@ class Verifier:
         layer_ids: Tap layers.
         cache: Where the rows go.
         model_kwargs: As `generate` prepared them; a cache among them may hold earlier turns.
+        prompt_device: Where the prompt's ids are.
     """
 
-    def __init__(self, model: Any, layer_ids: Sequence[int], cache: TreeCache, model_kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        layer_ids: Sequence[int],
+        cache: TreeCache,
+        model_kwargs: dict[str, Any],
+        prompt_device: torch.device = torch.device("cpu"),  # noqa: B008
+    ) -> None:
         self.model = model
         self.cache = cache
         self.taps = FeatureTaps(model, layer_ids)
         self.config = model.config.get_text_config(decoder=True)
         self.dtype = model.dtype
-        self.device = model.get_input_embeddings().weight.device
+        embedding = model.get_input_embeddings().weight.device
+        self.device = prompt_device if embedding.type == "meta" else embedding  # meta: offloaded, moved by its hook
         self.output_kwargs = {name: flag for name, flag in model_kwargs.items() if name in _OUTPUTS}
         self.prompt_mask: torch.Tensor | None = None  # (B, slots) bool, False where the prompt is padded
         kinds = layer_kinds(self.config)
         self.layer_windows = [window for _, window in kinds]  # a layer
         self.windows = dict(kinds)  # a kind
         self.drops_cache = False  # whether the next step has to be a plain one as well
+        self.recomputed = False  # whether the rows of the caller's cache have been replaced
 
     def prefill(
         self, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
@@ -104,6 +116,7 @@ class Verifier:
         earlier, mask = model_kwargs.get(CACHE_KEY), model_kwargs.get("attention_mask")
         if earlier is not None and earlier.get_seq_length() > 0:
             self.cache.load(earlier)
+        self._check_steps(input_ids, model_kwargs)
         already = self.cache.length
         embeds = model_kwargs.get("inputs_embeds")
         self.cache.reserve(already + (input_ids if embeds is None else embeds).shape[1])
@@ -116,9 +129,32 @@ class Verifier:
             )
         if (filled := outputs[CACHE_KEY]) is not self.cache:  # Phi-3 takes a new cache beyond its rope switch
             self.cache.load(filled)
+            already, self.recomputed = 0, True
         if mask is not None and not bool(mask.all()):
             self.prompt_mask = mask[:, : self.cache.length].to(self.device).bool()
         return outputs, self._features(chunks, self.cache.length - already)
+
+    def _check_steps(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+        """Refuse a model whose steps get more, or other positions, than `verify` gives the rows of a tree.
+
+        Raises:
+            ValueError: `prepare_inputs_for_generation` says so.
+        """
+        if input_ids.shape[1] == 0:  # embeddings: nothing to prepare a step from yet
+            return
+        kwargs = {name: value for name, value in model_kwargs.items() if name not in ("inputs_embeds", CACHE_KEY)}
+        inputs = self.model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **kwargs)
+        others = [
+            name for name, value in inputs.items() if isinstance(value, torch.Tensor) and name not in _STEP_INPUTS
+        ]
+        if others:
+            raise ValueError(f"`ddtree` does not pass `{others[0]}` to a step of the target: leave it out.")
+        positions, expected = inputs.get("position_ids"), model_kwargs["position_ids"]
+        if positions is not None and not torch.equal(positions[..., -1], expected[..., -1].to(positions.device)):
+            raise ValueError(
+                f"{type(self.model).__name__} places tokens by positions of its own "
+                "(`prepare_inputs_for_generation`), which `ddtree` does not know."
+            )
 
     def plain_step(
         self, input_ids: torch.Tensor, position: torch.Tensor, model_kwargs: dict[str, Any]
@@ -135,14 +171,14 @@ class Verifier:
         """
         step_kwargs = model_kwargs | {CACHE_KEY: self.cache}
         prompt_positions = model_kwargs["position_ids"]
-        since = torch.arange(int(position.max() - prompt_positions.max()), device=prompt_positions.device) + 1
+        since = torch.arange(int(position.max() - prompt_positions[..., -1].max()), device=prompt_positions.device) + 1
         step_kwargs["position_ids"] = torch.cat([prompt_positions, prompt_positions[..., -1:] + since], dim=-1)
         if (mask := model_kwargs.get("attention_mask")) is not None:
             step_kwargs["attention_mask"] = torch.nn.functional.pad(mask, (0, len(since)), value=1)
         inputs = self.model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **step_kwargs)
         if dropped := inputs.get(CACHE_KEY) is None:
             self.cache.reset()
-            inputs[CACHE_KEY] = self.cache
+            inputs[CACHE_KEY], self.recomputed = self.cache, True
         already = self.cache.length
         self.cache.reserve(already + inputs["input_ids"].shape[1])
         with self._target_call() as chunks:
@@ -192,13 +228,9 @@ class Verifier:
 
     @contextmanager
     def _target_call(self) -> Iterator[dict[int, list[torch.Tensor]]]:
-        """Record features; on a model compiled in place run the uncompiled forward, where hooks fire."""
-        compiled, self.model._compiled_call_impl = self.model._compiled_call_impl, None
-        try:
-            with self.taps.recording() as chunks:
-                yield chunks
-        finally:
-            self.model._compiled_call_impl = compiled
+        """Record features; hooks fire in the uncompiled forward only."""
+        with uncompiled(self.model), self.taps.recording() as chunks:
+            yield chunks
 
     def _features(self, chunks: dict[int, list[torch.Tensor]], rows: int) -> torch.Tensor:
         """The tap layers' outputs, concatenated.
