@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from hf_ddtree import DDTreeConfig, DFlashDraftModel, GenerateDDTreeOutput
 from hf_ddtree.compat import CACHE_KEY
@@ -477,6 +484,40 @@ def test_a_drafter_with_dropout_draws_nothing() -> None:
     out, after = trees(model, drafter, prompt_ids(12), 20, PURE_SAMPLING)
     assert out.sequences.tolist() == expected.sequences.tolist()
     assert torch.equal(after, state)
+    assert drafter.training
+
+
+def test_a_wider_cache_made_in_inference_mode_serves_later_calls() -> None:
+    model = tiny_target("llama")
+    drafter = tiny_drafter(model)
+    ids = prompt_ids(12)
+    expected, _ = plain(model, ids, 5, GREEDY)
+    turn, _ = plain(model.to(torch.bfloat16), ids, 20, GREEDY)
+    model.to(torch.float32)
+    longer = torch.cat([turn.sequences, prompt_ids(4)], dim=1)
+    with torch.inference_mode():
+        trees(model, drafter, longer, 5, GREEDY | {CACHE_KEY: turn[CACHE_KEY]})
+    out, _ = trees(model, drafter, ids, 5, GREEDY)
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert not model.__dict__["_hf_ddtree_state"].busy
+
+
+def test_arguments_of_the_targets_forward_reach_every_step() -> None:
+    class Extra(LlamaForCausalLM):
+        def forward(self, *args: Any, bump: float | None = None, position_ids: Any = None, **kwargs: Any) -> Any:
+            output = super().forward(*args, position_ids=position_ids, **kwargs)
+            if bump is not None:
+                output.logits = output.logits + bump * torch.sin(torch.arange(output.logits.shape[-1]).float())
+            return output
+
+    llama = tiny_target("llama")
+    model = Extra(llama.config).eval()
+    model.load_state_dict(llama.state_dict())
+    options = GREEDY | {"bump": 8.0}
+    expected, _ = plain(model, prompt_ids(12), 20, options)
+    assert expected.sequences.tolist() != plain(model, prompt_ids(12), 20, GREEDY)[0].sequences.tolist()
+    out, _ = trees(model, tiny_drafter(model), prompt_ids(12), 20, options)
+    assert out.sequences.tolist() == expected.sequences.tolist()
 
 
 def test_an_offloaded_target() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -37,8 +39,8 @@ class DDTreeCandidateGenerator(CandidateGenerator):
 
     Args:
         target: The model that verifies; its embedding and output head are the drafter's.
-        drafter: A [`DFlashDraftModel`], or a DFlash assistant of transformers with the same forward. It is put in
-            evaluation mode: dropout would draw from the generator that sampling uses.
+        drafter: A [`DFlashDraftModel`], or a DFlash assistant of transformers with the same forward. It drafts
+            in evaluation mode, since dropout would draw from the generator that sampling uses.
         config: Tree options.
         max_length: Longest sequence, prompt included; `get_candidates` drafts nothing beyond it.
     """
@@ -47,7 +49,7 @@ class DDTreeCandidateGenerator(CandidateGenerator):
 
     def __init__(self, target: Any, drafter: Any, config: DDTreeConfig, max_length: int) -> None:
         self.target = target
-        self.drafter = drafter.eval()
+        self.drafter = drafter
         self.config = config
         self.max_length = max_length
         self.device, self.dtype = drafter.device, drafter.dtype
@@ -94,13 +96,14 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         block_positions = position.to(self.device) + torch.arange(self.block_size, device=self.device)
         self.cache.reserve(self.cache.length + features.shape[1] + self.block_size)
         self.cache.set_previous_accepted_tokens(features.shape[1])
-        outputs = self.drafter(
-            noise_embeds=embed_tokens(self.target, block).to(self.device, self.dtype),
-            context_hidden_states=features,
-            position_ids=torch.cat([positions, block_positions], dim=1),
-            attention_mask=None,
-            **{compat.CACHE_KEY: self.cache},
-        )
+        with _evaluating(self.drafter):
+            outputs = self.drafter(
+                noise_embeds=embed_tokens(self.target, block).to(self.device, self.dtype),
+                context_hidden_states=features,
+                position_ids=torch.cat([positions, block_positions], dim=1),
+                attention_mask=None,
+                **{compat.CACHE_KEY: self.cache},
+            )
         self.cache.crop(-self.block_size)
         hidden: torch.Tensor = outputs.last_hidden_state
         return hidden
@@ -135,6 +138,19 @@ class DDTreeCandidateGenerator(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to learn from a round."""
+
+
+@contextmanager
+def _evaluating(drafter: Any) -> Iterator[None]:
+    """Evaluation mode for one forward; a drafter in training is given back in training."""
+    training = drafter.training
+    if training:
+        drafter.eval()
+    try:
+        yield
+    finally:
+        if training:
+            drafter.train()
 
 
 def embed_tokens(target: Any, token_ids: torch.Tensor) -> torch.Tensor:

@@ -51,9 +51,11 @@ def claim(model: Any) -> Iterator[TreeCache]:
         state.cache.reset()
         yield state.cache
     finally:
-        if state.cache is not None:
-            state.cache.reset()
-        state.busy = False
+        try:
+            if state.cache is not None:
+                state.cache.reset()
+        finally:
+            state.busy = False
 
 
 @contextmanager

@@ -108,7 +108,9 @@ class TreeLayer(CacheLayerMixin):
             buffer = getattr(self, name)
             dtype = torch.promote_types(buffer.dtype, rows.dtype)
             if buffer.dtype != dtype or buffer.device != rows.device:
-                setattr(self, name, buffer.to(rows.device, dtype))
+                wider = self._empty(rows[:, :, :0].to(dtype))
+                wider[:, :, : self.rows] = buffer[:, :, : self.rows]
+                setattr(self, name, wider)
                 self.dtype, self.device = dtype, rows.device
 
     def _fits(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:

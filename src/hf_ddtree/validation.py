@@ -108,11 +108,11 @@ def check_target(model: Any) -> None:
         )
     if unknown := sorted(kinds - set(_LAYER_KINDS)):
         raise ValueError(f"{name} has layers of a kind that trees cannot mask yet: {', '.join(unknown)}.")
-    if "position_ids" not in inspect.signature(model.forward).parameters or getattr(config, "alibi", False):
+    if not _takes(model, "position_ids") or getattr(config, "alibi", False):
         raise ValueError(
             f"{name} takes no `position_ids`, so that the rows of a tree cannot be placed: use another target."
         )
-    if CACHE_KEY not in inspect.signature(model.forward).parameters:
+    if not _takes(model, CACHE_KEY):
         raise ValueError(f"{name} has no cache of keys and values, in which `ddtree` keeps a tree's rows.")
     if not model._supports_attention_backend:
         raise ValueError(f"{name} makes its attention masks itself, so that a tree cannot be masked.")
@@ -121,6 +121,12 @@ def check_target(model: Any) -> None:
             f'`ddtree` verifies with a 4D mask, which attention "{config._attn_implementation}" does not take: load '
             'the target with `attn_implementation="sdpa"` (or "eager").'
         )
+
+
+def _takes(model: Any, argument: str) -> bool:
+    """Whether the forward of a model's class, or one that it overrides, names an argument."""
+    forwards = [vars(cls)["forward"] for cls in type(model).__mro__ if "forward" in vars(cls)]
+    return any(argument in inspect.signature(forward).parameters for forward in forwards)
 
 
 def check_rope(model: Any, positions: int) -> None:

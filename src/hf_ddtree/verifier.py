@@ -16,7 +16,7 @@ from .draft_tree import ancestor_matrix, node_depths
 from .target_state import uncompiled
 from .tree_cache import TreeCache
 
-_STEP_INPUTS = ("input_ids", "attention_mask", "position_ids")
+_STEP_INPUTS = ("input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict", CACHE_KEY)
 _OUTPUTS = ("output_hidden_states", "output_attentions")  # what `generate` passes on to each forward
 
 
@@ -102,6 +102,7 @@ class Verifier:
         kinds = layer_kinds(self.config)
         self.layer_windows = [window for _, window in kinds]  # a layer
         self.windows = dict(kinds)  # a kind
+        self.step_kwargs: dict[str, Any] = {}  # what the caller passes to each forward besides
         self.drops_cache = False  # whether the next step has to be a plain one as well
         self.recomputed = False  # whether the rows of the caller's cache have been replaced
 
@@ -135,7 +136,7 @@ class Verifier:
         return outputs, self._features(chunks, self.cache.length - already)
 
     def _check_steps(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
-        """Refuse a model whose steps get more, or other positions, than `verify` gives the rows of a tree.
+        """Note what else a step gets; refuse tensors, and other positions than `verify` gives the rows of a tree.
 
         Raises:
             ValueError: `prepare_inputs_for_generation` says so.
@@ -144,11 +145,14 @@ class Verifier:
             return
         kwargs = {name: value for name, value in model_kwargs.items() if name not in ("inputs_embeds", CACHE_KEY)}
         inputs = self.model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **kwargs)
-        others = [
-            name for name, value in inputs.items() if isinstance(value, torch.Tensor) and name not in _STEP_INPUTS
-        ]
-        if others:
-            raise ValueError(f"`ddtree` does not pass `{others[0]}` to a step of the target: leave it out.")
+        others = {
+            name: value
+            for name, value in inputs.items()
+            if value is not None and name not in (*_STEP_INPUTS, *_OUTPUTS)
+        }
+        if tensors := [name for name, value in others.items() if isinstance(value, torch.Tensor)]:
+            raise ValueError(f"`ddtree` does not pass `{tensors[0]}` to a step of the target: leave it out.")
+        self.step_kwargs = others
         positions, expected = inputs.get("position_ids"), model_kwargs["position_ids"]
         if positions is not None and not torch.equal(positions[..., -1], expected[..., -1].to(positions.device)):
             raise ValueError(
@@ -215,6 +219,7 @@ class Verifier:
                 return_dict=True,
                 **{CACHE_KEY: self.cache},
                 **self.output_kwargs,
+                **self.step_kwargs,
             )
         return Verification(outputs.logits, self._features(chunks, token_ids.shape[1]), outputs)
 
