@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -302,17 +303,25 @@ def _assert_same_structure(mine: Any, theirs: Any, name: str) -> None:
         torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3, msg=lambda text: f"{name}: {text}")
 
 
+def conversation(
+    model: PreTrainedModel, drafter: DFlashDraftModel, first: int, asked: int, new: int
+) -> Iterator[tuple[Any, GenerateDDTreeOutput]]:
+    """Three turns with the cache that the last one returned, plainly and with trees: the later two's outputs."""
+    expected, _ = plain(model, prompt_ids(12), first, GREEDY)
+    out, _ = trees(model, drafter, prompt_ids(12), first, GREEDY)
+    for turn in range(2):
+        ids = torch.cat([expected.sequences, prompt_ids(asked, seed=turn)], dim=1)
+        expected, _ = plain(model, ids, new, GREEDY | {CACHE_KEY: expected[CACHE_KEY]})
+        out, _ = trees(model, drafter, ids, new, GREEDY | {CACHE_KEY: out[CACHE_KEY]})
+        yield expected, out
+
+
 def test_a_returned_cache_continues_the_conversation() -> None:
     """Three turns; pad ids in the text make holes in the inferred mask, as they do for plain decoding."""
     for family in ("qwen3", "qwen2_mixed", "mistral"):
         model = tiny_target(family)
         drafter = tiny_drafter(model)
-        expected, _ = plain(model, prompt_ids(12), 30, GREEDY)
-        out, _ = trees(model, drafter, prompt_ids(12), 30, GREEDY)
-        for turn in range(2):
-            ids = torch.cat([expected.sequences, prompt_ids(6, seed=turn)], dim=1)
-            expected, _ = plain(model, ids, 20, GREEDY | {CACHE_KEY: expected[CACHE_KEY]})
-            out, _ = trees(model, drafter, ids, 20, GREEDY | {CACHE_KEY: out[CACHE_KEY]})
+        for expected, out in conversation(model, drafter, first=30, asked=6, new=20):
             assert out.sequences.tolist() == expected.sequences.tolist()
             assert out.cache.get_seq_length() == out.sequences.shape[1] - 1
 
@@ -435,12 +444,7 @@ def test_turns_around_a_rope_switch(switch: int) -> None:
     """The turn that passes the switch recomputes all rows: the cache it returns is a new one."""
     model = tiny_target("phi3", switch=switch)
     drafter = tiny_drafter(model)
-    expected, _ = plain(model, prompt_ids(12), 20, GREEDY)
-    out, _ = trees(model, drafter, prompt_ids(12), 20, GREEDY)
-    for turn in range(2):
-        ids = torch.cat([expected.sequences, prompt_ids(5, seed=turn)], dim=1)
-        expected, _ = plain(model, ids, 15, GREEDY | {CACHE_KEY: expected[CACHE_KEY]})
-        out, _ = trees(model, drafter, ids, 15, GREEDY | {CACHE_KEY: out[CACHE_KEY]})
+    for expected, out in conversation(model, drafter, first=20, asked=5, new=15):
         assert out.sequences.tolist() == expected.sequences.tolist()
 
 

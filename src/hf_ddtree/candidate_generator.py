@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from transformers import DynamicCache
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.modeling_outputs import ModelOutput
 
@@ -15,6 +14,7 @@ from . import compat
 from .configuration_ddtree import DDTreeConfig
 from .draft_tree import DraftTree, build_tree
 from .tree_cache import DraftCache
+from .verifier import input_device
 
 
 class DraftSource(Protocol):
@@ -58,8 +58,7 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         self.max_depth = min(self.block_size - 1, config.max_depth or self.block_size - 1)
         self.nodes = config.nodes(target.device.type)
         self.model_kwargs_overrides = {"output_hidden_states": compat.hidden_states_request(self.layer_ids)}
-        layers = DynamicCache(config=drafter.config).layers
-        self.cache = DraftCache([layer.is_sliding for layer in layers])
+        self.cache = DraftCache.for_config(drafter.config)
         self._features: list[torch.Tensor] = []
         self._positions: list[torch.Tensor] = []
 
@@ -156,7 +155,7 @@ def _evaluating(drafter: Any) -> Iterator[None]:
 def embed_tokens(target: Any, token_ids: torch.Tensor) -> torch.Tensor:
     """The target's input embedding `(B, L, H)`, without the norm that some embeddings carry (as DFlash is trained)."""
     embedding = target.get_input_embeddings()
-    token_ids = token_ids.to(_device_of(embedding, token_ids))
+    token_ids = token_ids.to(input_device(embedding, token_ids.device))
     if getattr(embedding, "embed_norm", None) is None:
         embeds: torch.Tensor = embedding(token_ids)
         return embeds
@@ -167,7 +166,7 @@ def draft_logits(target: Any, hidden: torch.Tensor) -> torch.Tensor:
     """The target's own logits `(B, L, V)` of final states `(B, L, H)`: its head, then its scale or soft cap."""
     head = target.get_output_embeddings()
     config = target.config.get_text_config(decoder=True)
-    logits: torch.Tensor = head(hidden.to(_device_of(head, hidden), target.dtype))
+    logits: torch.Tensor = head(hidden.to(input_device(head, hidden.device), target.dtype))
     if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
         logits = logits * scale
     if (scale := getattr(config, "logits_scaling", None)) is not None:  # Granite
@@ -175,9 +174,3 @@ def draft_logits(target: Any, hidden: torch.Tensor) -> torch.Tensor:
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma 2
         logits = torch.tanh(logits / cap) * cap
     return logits
-
-
-def _device_of(module: Any, given: torch.Tensor) -> torch.device:
-    """Where a module takes its input: an offloaded one's weight is on "meta" and its hook moves what it is given."""
-    device: torch.device = module.weight.device
-    return given.device if device.type == "meta" else device

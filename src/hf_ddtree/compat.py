@@ -15,11 +15,8 @@ if TYPE_CHECKING:
 TESTED = ("5.17", "5.24")
 _VERSION = Version(transformers.__version__)
 
-#: The keyword of the cache in `forward`, in `model_kwargs` and in generation outputs.
+#: The keyword of the cache in `forward`, in the mask functions, in `model_kwargs` and in generation outputs.
 CACHE_KEY = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
-
-#: The signature of the mask functions follows the same renaming.
-MASK_CACHE_KEY = CACHE_KEY
 
 
 def warn_if_untested() -> None:

@@ -27,7 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from .compat import MASK_CACHE_KEY
+from .compat import CACHE_KEY
 from .configuration_dflash import DFlashConfig
 
 _MASKS: dict[tuple[str, bool], Callable[..., Any]] = {
@@ -249,7 +249,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             "config": self.config,
             "inputs_embeds": noise_embeds,
             "attention_mask": attention_mask,
-            MASK_CACHE_KEY: cache,
+            CACHE_KEY: cache,
         }
         layers = {kind: self.config.layer_is_causal(i) for i, kind in enumerate(self.config.layer_types)}
         return {kind: _MASKS[kind, causal](**arguments) for kind, causal in layers.items()}

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import DynamicCache
-
 from .tree_cache import TreeCache
 
 _ATTRIBUTE = "_hf_ddtree_state"
@@ -48,7 +46,6 @@ def claim(model: Any) -> Iterator[TreeCache]:
     try:
         if state.cache is None:
             state.cache = new_cache(model)
-        state.cache.reset()
         yield state.cache
     finally:
         try:
@@ -83,5 +80,4 @@ def release_buffers(model: Any) -> None:
 
 
 def new_cache(model: Any) -> TreeCache:
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    return TreeCache([bool(layer.is_sliding) for layer in layers])
+    return TreeCache.for_config(model.config.get_text_config(decoder=True))

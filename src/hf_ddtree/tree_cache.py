@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from transformers import Cache
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 _ROW_MULTIPLE = 64  # launched plainly, attention reads the committed rows rounded up to this
 _MIN_CAPACITY = 256
+_CacheT = TypeVar("_CacheT", bound="TreeCache")
 
 
 def capacity_for(rows: int) -> int:
@@ -162,6 +163,11 @@ class TreeCache(Cache):
     def __init__(self, sliding: Sequence[bool], capacity: int = _MIN_CAPACITY) -> None:
         self.plan = RowPlan(capacity)
         super().__init__(layers=[TreeLayer(self.plan, is_sliding) for is_sliding in sliding])
+
+    @classmethod
+    def for_config(cls: type[_CacheT], config: Any) -> _CacheT:
+        """An empty cache with the layers that transformers gives a model of this config."""
+        return cls([bool(layer.is_sliding) for layer in DynamicCache(config=config).layers])
 
     @property
     def capacity(self) -> int:

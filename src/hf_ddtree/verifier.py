@@ -95,8 +95,7 @@ class Verifier:
         self.taps = FeatureTaps(model, layer_ids)
         self.config = model.config.get_text_config(decoder=True)
         self.dtype = model.dtype
-        embedding = model.get_input_embeddings().weight.device
-        self.device = prompt_device if embedding.type == "meta" else embedding  # meta: offloaded, moved by its hook
+        self.device = input_device(model.get_input_embeddings(), prompt_device)
         self.output_kwargs = {name: flag for name, flag in model_kwargs.items() if name in _OUTPUTS}
         self.prompt_mask: torch.Tensor | None = None  # (B, slots) bool, False where the prompt is padded
         kinds = layer_kinds(self.config)
@@ -251,6 +250,12 @@ class Verifier:
                 raise RuntimeError(f"Layer {layer_id} of the target gave {got} instead of features for {rows} rows.")
             states.append(state)
         return torch.cat([state.to(states[0].device) for state in states], dim=-1)
+
+
+def input_device(module: Any, given: torch.device) -> torch.device:
+    """Where a module takes its input: an offloaded one's weight is on "meta", and its hook moves what it is given."""
+    device: torch.device = module.weight.device
+    return given if device.type == "meta" else device
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
