@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
+    StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -324,6 +330,116 @@ def test_a_returned_cache_continues_the_conversation() -> None:
         for expected, out in conversation(model, drafter, first=30, asked=6, new=20):
             assert out.sequences.tolist() == expected.sequences.tolist()
             assert out.cache.get_seq_length() == out.sequences.shape[1] - 1
+
+
+class TestTheDraftersContext:
+    """It travels with the returned cache: a second turn drafts exactly what one call over the whole text would."""
+
+    def drafts(self, model: PreTrainedModel, drafter: DFlashDraftModel, ids: torch.Tensor, **options: Any) -> Any:
+        options = {"pad_token_id": None} | options  # else the next turn masks pad ids in the text
+        out, _ = trees(model, drafter, ids, 20, GREEDY | options, DDTreeConfig(record_trees=True))
+        return out, [round_.tree for round_ in out.ddtree_stats.trees]
+
+    @pytest.fixture
+    def turn(self) -> Any:
+        model = tiny_target("qwen2_mixed")
+        drafter = tiny_drafter(model)
+        first, _ = self.drafts(model, drafter, prompt_ids(12))
+        ids = torch.cat([first.sequences, prompt_ids(6, seed=1)], dim=1)
+        return model, drafter, first, ids
+
+    def same(self, mine: Any, theirs: Any) -> bool:
+        return len(mine) == len(theirs) and all(
+            torch.equal(a.token_ids, b.token_ids) and torch.allclose(a.log_probs, b.log_probs, atol=1e-4)
+            for a, b in zip(mine, theirs, strict=True)
+        )
+
+    @pytest.mark.parametrize("copied", [False, True])
+    @pytest.mark.parametrize("new_ids_only", [False, True])
+    def test_is_that_of_the_whole_text(self, turn: Any, new_ids_only: bool, copied: bool) -> None:
+        model, drafter, first, ids = turn
+        whole, expected = self.drafts(model, drafter, ids)
+        cache = copy.deepcopy(first[CACHE_KEY]) if copied else first[CACHE_KEY]
+        options: dict[str, Any] = {CACHE_KEY: cache}
+        if new_ids_only:
+            options["attention_mask"] = torch.ones_like(ids)
+            ids = ids[:, cache.get_seq_length() :]
+        second, drafts = self.drafts(model, drafter, ids, **options)
+        assert second.sequences[0, -20:].tolist() == whole.sequences[0, -20:].tolist()
+        assert self.same(drafts, expected)
+        without, _ = self.drafts(model, drafter, turn[3])
+        assert without.sequences.tolist() == whole.sequences.tolist()
+
+    def test_serves_a_cache_given_twice(self, turn: Any) -> None:
+        model, drafter, first, ids = turn
+        _, expected = self.drafts(model, drafter, ids)
+        caches = [copy.deepcopy(first[CACHE_KEY]) for _ in range(2)]
+        for cache in caches:
+            assert self.same(self.drafts(model, drafter, ids, **{CACHE_KEY: cache})[1], expected)
+
+    def test_is_dropped_when_it_does_not_belong(self, turn: Any) -> None:
+        model, drafter, first, ids = turn
+        _, whole = self.drafts(model, drafter, ids)
+
+        def without(cache: Any) -> Any:
+            vars(cache).pop("_hf_ddtree_context", None)
+            return cache
+
+        other_text = ids.clone()
+        other_text[0, 3] = (other_text[0, 3] + 1) % 200 + 4
+        shorter = copy.deepcopy(first[CACHE_KEY])
+        pickled = pickle.loads(pickle.dumps(first[CACHE_KEY]))
+        expected = self.drafts(model, drafter, ids, **{CACHE_KEY: without(copy.deepcopy(shorter))})[1]
+        assert not self.same(expected, whole)
+        assert self.same(self.drafts(model, drafter, ids, **{CACHE_KEY: pickled})[1], expected)
+        another = copy.deepcopy(drafter)
+        assert self.same(self.drafts(model, another, ids, **{CACHE_KEY: copy.deepcopy(shorter)})[1], expected)
+        expected = self.drafts(model, drafter, other_text, **{CACHE_KEY: without(copy.deepcopy(shorter))})[1]
+        assert self.same(self.drafts(model, drafter, other_text, **{CACHE_KEY: copy.deepcopy(shorter)})[1], expected)
+
+    def test_is_dropped_when_the_cache_was_cut(self) -> None:
+        model = tiny_target("llama")
+        drafter = tiny_drafter(model)
+        first, _ = self.drafts(model, drafter, prompt_ids(12))
+        cut = [copy.deepcopy(first[CACHE_KEY]) for _ in range(2)]
+        for cache in cut:
+            cache.crop(-4)
+        vars(cut[0]).pop("_hf_ddtree_context")
+        expected = self.drafts(model, drafter, first.sequences, **{CACHE_KEY: cut[0]})[1]
+        assert self.same(self.drafts(model, drafter, first.sequences, **{CACHE_KEY: cut[1]})[1], expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2_mixed"])
+@pytest.mark.parametrize("kind", ["static", "dynamic", "bare"])
+def test_attentions_have_the_columns_of_the_callers_cache(family: str, kind: str) -> None:
+    model = tiny_target(family, attn_implementation="eager")
+    drafter = tiny_drafter(model)
+    make: dict[str, Any] = {
+        "static": lambda: StaticCache(config=model.config, max_cache_len=90),
+        "dynamic": lambda: DynamicCache(config=model.config),
+        "bare": DynamicCache,
+    }
+    for prompt, chunk in ((10, None), (40, None), (40, 9)):
+        options = GREEDY | {"output_attentions": True, "prefill_chunk_size": chunk}
+        expected, _ = plain(model, prompt_ids(prompt), 30, options | {CACHE_KEY: make[kind]()})
+        with scripted(expected.sequences, 0.8):
+            out, _ = trees(model, drafter, prompt_ids(prompt), 30, options | {CACHE_KEY: make[kind]()})
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        _assert_same_structure(out.attentions, expected.attentions, f"{prompt} {chunk}")
+
+
+def test_token_types_reach_every_step() -> None:
+    gpt2 = GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_embd=16, n_layer=4, n_head=2, eos_token_id=None, initializer_range=0.5)
+    ).eval()
+    ids = prompt_ids(6, vocab=64)
+    types = torch.tensor([[1, 2, 3, 9, 9, 40]])
+    expected, _ = plain(gpt2, ids, 20, GREEDY | {"token_type_ids": types})
+    assert expected.sequences.tolist() != plain(gpt2, ids, 20, GREEDY)[0].sequences.tolist()
+    with scripted(expected.sequences, 0.8, vocab=64):
+        out, _ = trees(gpt2, tiny_drafter(gpt2), ids, 20, GREEDY | {"token_type_ids": types})
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert out.ddtree_stats.mean_acceptance_length > 1.5
 
 
 def test_an_exception_leaves_nothing_behind_and_the_next_call_is_exact() -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DynamicCache,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -31,6 +32,7 @@ from transformers.pipelines import base as pipelines_base
 
 import hf_ddtree
 from hf_ddtree import DDTreeConfig, DFlashDraftModel
+from hf_ddtree.compat import CACHE_KEY
 from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
 
 NEW = 24
@@ -138,8 +140,9 @@ def test_the_three_ways_to_ask_are_one(target: PreTrainedModel, drafter: DFlashD
     model.generation_config.ddtree = True
     out = model.generate(ids, assistant_model=drafter, **options)
     assert out.ddtree_stats.rounds > 0
-    with pytest.raises(ValueError, match="speculation_type"):
-        model.generate(ids, assistant_model=drafter, ddtree=False, **options)  # a call's False beats the config
+    out = model.generate(ids, assistant_model=drafter, ddtree=False, **options)  # a call's False beats the config
+    assert out.sequences.tolist() == expected
+    assert not hasattr(out, "ddtree_stats")
 
 
 def test_a_config_level_ddtree_without_a_drafter_decodes_plainly_with_one_warning(target: PreTrainedModel) -> None:
@@ -171,8 +174,7 @@ class TestErrors:
         self.fails(target, "DFlash drafter.*got LlamaForCausalLM", ddtree=True, assistant_model=tiny_target("llama"))
 
     def test_a_drafter_with_no_use(self, target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
-        self.fails(target, 'ddtree=True.*speculation_type="dflash"', assistant_model=drafter)
-        self.fails(target, 'ddtree=True.*speculation_type="dflash"', assistant_model=drafter, ddtree=False)
+        self.fails(target, 'ddtree=True.*speculation_type="dflash".*ddtree=False', assistant_model=drafter)
 
     @pytest.mark.parametrize(
         ("options", "match"),
@@ -187,7 +189,10 @@ class TestErrors:
             ({"speculation_type": "dflash"}, "speculation_type"),
             ({"dola_layers": "high"}, "dola_layers"),
             ({"cache_implementation": "paged"}, "paged"),
-            ({"custom_generate": "some/repo", "trust_remote_code": True}, "custom_generate"),
+            ({"custom_generate": lambda model, input_ids, **kwargs: input_ids}, "custom_generate"),
+            ({"cache_implementation": "quantized"}, "quantized"),
+            ({"cache_implementation": "offloaded"}, "offloaded"),
+            ({CACHE_KEY: DynamicCache(offloading=True)}, "offloaded"),
             ({"inputs": prompt_ids(5).repeat(2, 1)}, "batch of 2"),
         ],
     )
@@ -478,8 +483,6 @@ def test_targets_that_mask_place_or_step_in_their_own_way(drafter: DFlashDraftMo
     from transformers import (
         FalconConfig,
         FalconForCausalLM,
-        GPT2Config,
-        GPT2LMHeadModel,
         GPTNeoConfig,
         GPTNeoForCausalLM,
     )
@@ -494,11 +497,15 @@ def test_targets_that_mask_place_or_step_in_their_own_way(drafter: DFlashDraftMo
         with pytest.raises(ValueError, match=match):
             model.generate(prompt_ids(4, vocab=64), max_new_tokens=4, assistant_model=drafter, ddtree=True)
 
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=4, n_head=2, eos_token_id=None))
-    ids = prompt_ids(4, vocab=64)
-    options: dict[str, Any] = {"max_new_tokens": 4, "assistant_model": tiny_drafter(gpt2), "ddtree": True}
-    with pytest.raises(ValueError, match="token_type_ids"):
-        gpt2.generate(ids, token_type_ids=torch.ones_like(ids), **options)
+    class Biased(LlamaForCausalLM):
+        def forward(self, *args: Any, bias: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+            return super().forward(*args, position_ids=position_ids, **kwargs)
+
+    biased = Biased(tiny_target("llama").config).eval()
+    with pytest.raises(ValueError, match="does not pass `bias`"):
+        biased.generate(
+            prompt_ids(4), bias=torch.ones(1), max_new_tokens=4, assistant_model=tiny_drafter(biased), ddtree=True
+        )
 
     class Halved(LlamaForCausalLM):
         def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
@@ -525,6 +532,66 @@ def test_dynamic_rope_counts_embeddings_and_given_positions() -> None:
 def test_a_layer_tapped_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="twice"):
         DFlashDraftModel(hf_ddtree.DFlashConfig(target_layer_ids=[1, 1], mask_token_id=1, block_size=4))
+
+
+@pytest.mark.parametrize("inputs", ["a text", [[5, 6, 7]], prompt_ids(5)[0]])
+def test_prompts_that_plain_generate_refuses_fail_in_the_same_way(
+    target: PreTrainedModel, drafter: DFlashDraftModel, inputs: Any
+) -> None:
+    with pytest.raises(Exception) as plain:  # noqa: PT011
+        target.generate(inputs, max_new_tokens=4)
+    with pytest.raises(type(plain.value)) as ours:
+        target.generate(inputs, max_new_tokens=4, assistant_model=drafter, ddtree=True)
+    assert str(ours.value) == str(plain.value)
+
+
+def test_an_empty_prompt(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
+    with pytest.raises(ValueError, match="prompt is empty"):
+        target.generate(prompt_ids(5)[:, :0], max_new_tokens=4, assistant_model=drafter, ddtree=True)
+
+
+def test_custom_code_gets_ddtree_only_if_it_takes_it(
+    target: PreTrainedModel, drafter: DFlashDraftModel, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"custom_generate": str(tmp_path), "trust_remote_code": True, "ddtree": {"budget": 5}}
+    code = tmp_path / "custom_generate" / "generate.py"
+    code.parent.mkdir()
+    code.write_text("def generate(model, inputs, ddtree, **kwargs):\n    return ddtree\n")
+    assert target.generate(prompt_ids(4), assistant_model=drafter, **options) == {"budget": 5}
+    code.write_text("def generate(model, inputs, **kwargs):\n    return inputs\n")
+    with pytest.raises(ValueError, match="takes no `ddtree`"):
+        target.generate(prompt_ids(4), assistant_model=drafter, **options)
+
+
+def test_a_drafter_without_weights(target: PreTrainedModel) -> None:
+    with torch.device("meta"):
+        drafter = tiny_drafter(target)
+    with pytest.raises(ValueError, match="meta device"):
+        target.generate(prompt_ids(4), max_new_tokens=4, assistant_model=drafter, ddtree=True)
+
+
+def test_training_mode_is_refused_where_it_is_random(drafter: DFlashDraftModel) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
+    quiet = tiny_target("llama").train()
+    expected = quiet.generate(prompt_ids(4), **options)
+    out = quiet.generate(prompt_ids(4), assistant_model=drafter, ddtree=True, **options)
+    assert out.tolist() == expected.tolist()
+    dropping = tiny_target("llama", attention_dropout=0.1)
+    dropping.generate(prompt_ids(4), assistant_model=drafter, ddtree=True, **options)
+    with pytest.raises(ValueError, match=r"dropout.*model\.eval"):
+        dropping.train().generate(prompt_ids(4), assistant_model=drafter, ddtree=True, **options)
+    quiet.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match=r"gradient checkpointing.*model\.eval"):
+        quiet.generate(prompt_ids(4), assistant_model=drafter, ddtree=True, **options)
+
+
+def test_an_inner_call_does_not_warn_again(target: PreTrainedModel) -> None:
+    model, ids = copy.deepcopy(target), prompt_ids(8)
+    model.generation_config.ddtree = True
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.generate(ids, max_new_tokens=6, do_sample=False, assistant_model=tiny_target("llama", seed=3))
+    assert sum("ddtree" in str(w.message) for w in caught) == 1
 
 
 def test_release_buffers_through_a_compiled_wrapper(drafter: DFlashDraftModel) -> None:

@@ -199,12 +199,12 @@ def _accept_ratio_walk(logits: Any, tree: Any, ancestors: Any, record: Any, proc
                 q = float((tree.log_probs[0, node] - before).exp())
                 if float(torch.rand(())) < min(1.0, float(probs[token]) / q):
                     if record.commit(torch.tensor([token]), None, None):
-                        return logits_process.Walk(rows, True)
+                        return logits_process.Walk(rows, torch.tensor([rows]), True)
                     rows.append(node + 1)
                     break
         else:
             stop = record.commit(torch.multinomial(probs[None], 1)[0], None, None)
-            return logits_process.Walk(rows, stop)
+            return logits_process.Walk(rows, torch.tensor([rows]), stop)
 
 
 def _cold_walk(logits: Any, tree: Any, ancestors: Any, record: Any, processors: Any, sample: bool) -> Any:

@@ -76,6 +76,9 @@ def test_a_drafter_without_ddtree_and_a_batch_are_refused(
     pipe = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=drafter)
     with pytest.raises(ValueError, match="ddtree=True"):
         pipe("w1 w2", max_new_tokens=3)
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+    plain = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    assert pipe("w1 w2", ddtree=False, **options) == plain("w1 w2", **options)
     with pytest.raises(ValueError, match="batch of 2"):
         pipe(["w1 w2", "w3 w4"], max_new_tokens=3, batch_size=2, ddtree=True)
 

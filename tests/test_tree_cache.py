@@ -76,7 +76,7 @@ def grow_tree(cache: TreeCache, naive: ListCache, nodes: int, path: list[int], b
             assert torch.equal(got[:, :, : before + nodes], torch.cat([committed, written], dim=2))
         naive.append(layer, rows, path)
         assert cache.length == before  # an open tree is not committed
-    cache.keep(path)
+    cache.keep(path, torch.tensor([path]).expand(batch, -1))
     assert cache.slots is None
 
 
@@ -174,7 +174,7 @@ def test_a_layer_that_no_forward_writes_to_is_left_alone() -> None:
     rows = random_rows(5)
     cache.update(*rows, 0)
     naive.append(0, rows, [0, 3])
-    cache.keep([0, 3])
+    cache.keep([0, 3], torch.tensor([[0, 3]]))
     cache.reserve(600)
     assert cache.length == 6
     assert torch.equal(cache.layers[0].keys[:, :, :6], naive.rows(0)[0])

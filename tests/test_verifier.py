@@ -249,7 +249,7 @@ def test_every_node_gets_the_logits_and_features_of_its_own_path(
         close(verified.features[:, :real_rows], path_features)
 
         path = tree.path(random.randrange(NODES - padding))[:4]
-        verifier.cache.keep(path)
+        verifier.cache.keep(path, torch.tensor([path]))
         committed = torch.cat([committed, ids[:, path]], dim=1)
         mask = torch.nn.functional.pad(mask, (0, len(path)), value=1)
         assert verifier.cache.length == committed.shape[1]
@@ -294,7 +294,7 @@ def test_the_root_alone_is_a_plain_step() -> None:
         verified = verifier.verify(
             torch.tensor([[token]]), torch.tensor([[committed.shape[1]]]), torch.ones(1, 1, 1).bool()
         )
-        verifier.cache.keep([0])
+        verifier.cache.keep([0], torch.tensor([[0]]))
         committed = torch.cat([committed, torch.tensor([[token]])], dim=1)
         expected = plain(model, committed, torch.ones_like(committed))
         close(verified.logits[:, -1], expected.logits[:, -1])

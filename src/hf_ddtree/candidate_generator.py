@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -15,6 +17,8 @@ from .configuration_ddtree import DDTreeConfig
 from .draft_tree import DraftTree, build_tree
 from .tree_cache import DraftCache
 from .verifier import input_device
+
+_CONTEXT = "_hf_ddtree_context"  # on a cache that `generate` returned
 
 
 class DraftSource(Protocol):
@@ -107,6 +111,36 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         hidden: torch.Tensor = outputs.last_hidden_state
         return hidden
 
+    def leave(self, cache: Any, input_ids: torch.Tensor) -> None:
+        """Let the context travel with the target's cache, for a later call that continues it.
+
+        Args:
+            cache: What the caller gets back.
+            input_ids: `(1, L)`, of the whole text.
+        """
+        length = int(cache.get_seq_length())
+        digest = _digest(input_ids, length) if input_ids.shape[1] == length + 1 else None
+        pending = torch.cat(self._features, dim=1), torch.cat(self._positions, dim=1)
+        cache.__dict__[_CONTEXT] = DraftContext(self.drafter, self.cache, pending, length, digest)
+
+    def resume(self, cache: Any, input_ids: torch.Tensor) -> None:
+        """Take up the context that came with the target's cache, if it is this drafter's and of this very text.
+
+        Args:
+            cache: The caller's, with the rows of earlier turns.
+            input_ids: `(1, L)`, of the whole text or of the new turn only.
+        """
+        context = cache.__dict__.get(_CONTEXT)
+        if context is None or context.drafter() is not self.drafter or context.pending[0].dtype != self.dtype:
+            return
+        if context.length != int(cache.get_seq_length()) or context.pending[0].device != self.device:
+            return
+        whole_text = input_ids.shape[1] > context.length
+        if whole_text and context.digest is not None and context.digest != _digest(input_ids, context.length):
+            return
+        self.cache.load(context.cache)
+        self._features, self._positions = ([pending] for pending in context.pending)
+
     def get_candidates(
         self,
         input_ids: torch.LongTensor,
@@ -137,6 +171,39 @@ class DDTreeCandidateGenerator(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to learn from a round."""
+
+
+class DraftContext:
+    """
+    A drafter's context on its way from one call to the next, on the cache that `generate` returned. Copies of the
+    cache share it, since nobody writes to it; pickles leave it behind.
+
+    Args:
+        drafter: Whose context it is.
+        cache: The rows of what the drafter has seen.
+        pending: Features `(1, P, taps * H)` and positions `(1, P)` of what it has not seen yet.
+        length: Rows of the target's cache that it belongs to.
+        digest: Hash of their ids, `None` where the ids were not all known.
+    """
+
+    def __init__(
+        self, drafter: Any, cache: DraftCache, pending: tuple[torch.Tensor, ...], length: int, digest: bytes | None
+    ) -> None:
+        self.drafter = weakref.ref(drafter)
+        self.cache = cache
+        self.pending = pending
+        self.length = length
+        self.digest = digest
+
+    def __deepcopy__(self, memo: Any) -> DraftContext:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def _digest(input_ids: torch.Tensor, length: int) -> bytes:
+    return hashlib.blake2b(input_ids[:, :length].long().cpu().numpy().tobytes(), digest_size=16).digest()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from .compat import CACHE_KEY, decoder_only_output
 from .configuration_ddtree import DDTreeConfig
 from .draft_tree import ancestor_matrix
 from .logits_process import commit_next, walk
-from .outputs import DDTreeStats, GenerateDDTreeOutput, GenerationRecord
+from .outputs import DDTreeStats, GenerateDDTreeOutput, GenerationRecord, PlainColumns, ended
 from .rope import RopeSwitch
 from .target_state import claim
 from .validation import check_batch
@@ -47,25 +47,28 @@ def ddtree_decoding(
     Returns:
         `(1, L + new)` ids, or a [`GenerateDDTreeOutput`] with `return_dict_in_generate`.
     """
-    check_batch(input_ids.shape[0])
     record = GenerationRecord(input_ids, generation_config, stopping_criteria, streamer)
     do_sample = bool(generation_config.do_sample)
     stats = DDTreeStats()
     users_cache = model_kwargs.get(CACHE_KEY)
 
-    with claim(model) as cache:
+    with ended(streamer), claim(model) as cache:
+        check_batch(input_ids.shape[0])
         source = DDTreeCandidateGenerator(model, assistant_model, config, record.max_length)
         verifier = Verifier(model, source.layer_ids, cache, model_kwargs, input_ids.device)
         rope = RopeSwitch(verifier.config)
+        columns = PlainColumns(verifier.layer_windows, users_cache)
         timed = functools.partial(stats.time, device=verifier.device if config.record_times else None)
         try:
             # The prompt gives the first bonus token, and its features are the drafter's first context.
             with timed("prefill"):
                 outputs, features = verifier.prefill(input_ids, generation_config, model_kwargs)
                 positions = model_kwargs["position_ids"][..., -features.shape[1] :].to(verifier.device)
+                if users_cache is not None and not verifier.recomputed:
+                    source.resume(users_cache, input_ids)
                 append_prompt(source, features, positions, verifier.prompt_mask)
             _, stop = commit_next(outputs.logits[:, -1], record, logits_processor, do_sample)
-            record.add_states(outputs, [0], committed=None)
+            record.add_states(outputs, [0], 0, columns, whole=True)
             rope.crossed(record.length - 1, positions[..., -1:])
             position = positions[..., -1:] + 1  # the bonus token's, root of the first tree
             del outputs, features
@@ -89,25 +92,24 @@ def ddtree_decoding(
                         verified = verifier.verify(torch.cat([root, tree.token_ids], dim=1), position, ancestors)
                 # Walk from the root by the target's own choice.
                 with timed("walk"):
-                    rows, stop = walk(verified.logits, tree, ancestors, record, logits_processor, do_sample)
-                    committed = None if plain else cache.length
-                    record.add_states(verified.outputs, rows, committed, verifier.layer_windows)
+                    rows, path, stop = walk(verified.logits, tree, ancestors, record, logits_processor, do_sample)
+                    record.add_states(verified.outputs, rows, cache.length, columns, whole=plain)
                 # Keep the path, drop the rest; its features are the drafter's next context.
                 with timed("keep"):
-                    cache.keep(rows)
+                    cache.keep(rows, path.to(verifier.device))
                     steps = torch.arange(len(rows), device=position.device)
-                    source.append(verified.features[:, rows], (position + steps).view(-1, len(rows))[:1])
+                    features = verified.features[:, path[0].to(verified.features.device)]
+                    source.append(features, (position + steps).view(-1, len(rows))[:1])
                 position = position + len(rows)
                 stats.add_round(source.nodes, root, tree, rows, keep_tree=config.record_trees)
         finally:
             verifier.close()
 
-        if streamer is not None:
-            streamer.end()
         if verifier.recomputed:  # what the caller's cache holds belongs to another text now
             users_cache = DynamicCache(config=verifier.config)
         if users_cache is not None and (record.return_dict or getattr(users_cache, "_is_user_defined", False)):
             cache.export(users_cache)
+            source.leave(users_cache, record.input_ids)
 
     sequences = record.input_ids.clone()
     if not record.return_dict:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoModel, GenerationConfig, PreTrainedConfig
 from transformers.generation.utils import GenerationMixin
 from transformers.pipelines import base as pipelines_base
 
-from .compat import warn_if_untested
+from .compat import CACHE_KEY, warn_if_untested
 from .configuration_ddtree import DDTreeConfig
 from .configuration_dflash import DFlashConfig, is_dflash_config_dict
 from .decoding import ddtree_decoding
@@ -20,17 +24,29 @@ from .modeling_dflash import DFlashDraftModel
 from .validation import (
     check_assistant,
     check_batch,
+    check_cache,
+    check_custom_generate,
     check_drafter_has_use,
-    check_no_bypass,
+    check_not_paged,
     check_options,
     check_pair,
+    check_prompt,
     check_rope,
     check_target,
     is_dflash_drafter,
 )
 
-# Whether `ddtree` was given to this very call of `generate`, and not only found in a config.
-_explicit: ContextVar[bool] = ContextVar("hf_ddtree_explicit", default=False)
+
+@dataclass
+class _Call:
+    """What a call of `generate` knows of itself until the decoding loop takes over."""
+
+    explicit: bool  # whether `ddtree` was given to this very call, and not only found in a config
+    inner: bool  # whether another call of `generate` makes it
+    streamer: Any | None  # to be ended here should the call fail before the loop
+
+
+_call: ContextVar[_Call | None] = ContextVar("hf_ddtree_call", default=None)
 
 # (owner, name) -> (our hook, what stood there before, None if nothing did)
 _installed: dict[tuple[Any, str], tuple[Any, Any]] = {}
@@ -113,21 +129,57 @@ def _config_init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
-    """See whether `ddtree` is explicit, and refuse what would never reach the decoding loop."""
+    """See what this very call asks for, and refuse what would never reach the decoding loop."""
+    signature = inspect.signature(original)
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        arguments = bound.arguments | bound.arguments.get("kwargs", {})
         explicit = DDTreeConfig.from_value(kwargs.get("ddtree")) is not None
         if explicit:
-            check_no_bypass(kwargs.get("cache_implementation"), kwargs.get("custom_generate"))
-            prompts = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids", kwargs.get("inputs_embeds")))
-            check_batch(len(prompts) if prompts is not None else 1)
-        token = _explicit.set(explicit)
+            if (custom_generate := arguments.get("custom_generate")) is not None:
+                if isinstance(custom_generate, str):
+                    custom_generate = self.load_custom_generate(
+                        **{"trust_remote_code": None, **kwargs, "pretrained_model_name_or_path": custom_generate}
+                    )
+                check_custom_generate(custom_generate)
+                return original(self, *args, **kwargs)
+            check_not_paged(kwargs.get("cache_implementation"))
+            check_batch(_batch_size(arguments))
+        requested = _option(self, arguments, "ddtree")
+        drafter = is_dflash_drafter(arguments.get("assistant_model"))
+        if requested is False and drafter and _option(self, arguments, "speculation_type") != "dflash":
+            bound.arguments["assistant_model"] = None  # whoever holds a drafter may decode without it
+        streamer = arguments.get("streamer") if explicit or (requested and drafter) else None
+        call = _Call(explicit, _call.get() is not None, streamer)
+        token = _call.set(call)
         try:
-            return original(self, *args, **kwargs)
+            return original(*bound.args, **bound.kwargs)
+        except BaseException:
+            if call.streamer is not None:
+                with contextlib.suppress(Exception):
+                    call.streamer.end()
+            raise
         finally:
-            _explicit.reset(token)
+            _call.reset(token)
 
     return generate
+
+
+def _option(model: Any, arguments: dict[str, Any], name: str) -> Any:
+    """The value that an option has in a call of `generate`: the call's own, its config's or the model's."""
+    configs = arguments.get("generation_config"), getattr(model, "generation_config", None)
+    given = (arguments.get(name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in given if value is not None), None)
+
+
+def _batch_size(arguments: dict[str, Any]) -> int:
+    """The number of prompts, where the prompts are a batch of tensors as `generate` wants them."""
+    for name in ("inputs", "input_ids", "inputs_embeds"):
+        prompts = arguments.get(name)
+        if isinstance(prompts, torch.Tensor) and prompts.dim() > 1:
+            return prompts.shape[0]
+    return 1
 
 
 def _validate_generation_mode(original: Callable[..., None]) -> Callable[..., None]:
@@ -142,12 +194,14 @@ def _validate_generation_mode(original: Callable[..., None]) -> Callable[..., No
             if assistant is not None and isinstance(assistant, DFlashDraftModel):
                 check_drafter_has_use(generation_config)
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
-        if not _explicit.get() and not is_dflash_drafter(assistant):
-            warnings.warn(
-                "The generation config asks for `ddtree`, but this call has no DFlash drafter as `assistant_model`: "
-                "it decodes without trees.",
-                stacklevel=4,
-            )
+        call = _call.get()
+        if (call is None or not call.explicit) and not is_dflash_drafter(assistant):
+            if call is None or not call.inner:
+                warnings.warn(
+                    "The generation config asks for `ddtree`, but this call has no DFlash drafter as "
+                    "`assistant_model`: it decodes without trees.",
+                    stacklevel=4,
+                )
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
         check_assistant(assistant)
         check_options(generation_config, generation_mode)
@@ -175,9 +229,13 @@ def _assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
         if config is None or not is_dflash_drafter(kwargs.get("assistant_model")):
             return original(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
         room = int(generation_config.max_length) - input_ids.shape[1]
+        check_prompt(kwargs["position_ids"])
+        check_cache(kwargs.get(CACHE_KEY))
         check_rope(self, int(kwargs["position_ids"].max()) + 1 + room)
         for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
             kwargs.pop(name, None)
+        if (call := _call.get()) is not None:
+            call.streamer = None  # the loop ends it
         return ddtree_decoding(
             self,
             input_ids,

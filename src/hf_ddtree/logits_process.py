@@ -33,6 +33,7 @@ class Walk(NamedTuple):
     """One round's outcome."""
 
     rows: list[int]  # the rows that chose the committed tokens: root (0), then accepted nodes + 1
+    path: torch.Tensor  # the same, (B, P), where the logits are
     stop: bool  # whether generation ends
 
 
@@ -94,7 +95,7 @@ def lazy_walk(
         token, stop = commit_next(logits[:, rows[-1]], record, processors, do_sample)
         child = children.get((rows[-1], token))
         if stop or child is None:
-            return Walk(rows, stop)
+            return Walk(rows, torch.tensor([rows], device=logits.device), stop)
         rows.append(child)
 
 
@@ -113,16 +114,11 @@ def device_walk(
     choices = choose(logits, depths.clamp(max=deepest - 1), record.input_ids, processors, noise, deepest)
     rows, tokens = follow(choices, tree, ancestors, depths, deepest)
     path = torch.cat([rows, tokens], dim=1)[0].tolist()  # the round's one synchronisation
-    committed: list[int] = []
-    stop = False
-    for row, token in zip(path[:deepest], path[deepest:], strict=True):
-        if row < 0 or stop:
-            break
-        committed.append(row)
-        stop = record.commit(torch.tensor([token]), None, None)
+    chosen = [row for row in path[:deepest] if row >= 0]
+    count, stop = record.commit_path(path[deepest : deepest + len(chosen)], tokens)
     if noise is not None:
-        noise.give_back(len(committed))
-    return Walk(committed, stop)
+        noise.give_back(count)
+    return Walk(chosen[:count], rows[:, :count], stop)
 
 
 def choose(

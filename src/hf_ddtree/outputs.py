@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig
+from transformers.cache_utils import StaticLayer
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -49,7 +50,7 @@ class DDTreeStats:
     acceptance_lengths: list[int] = field(default_factory=list)
     node_counts: list[int] = field(default_factory=list)
     budgets: list[int] = field(default_factory=list)
-    path: str = "plain: rounds are launched one operation at a time"
+    path: str = "plain launches: one operation at a time"
     times: dict[str, float] = field(default_factory=dict)
     trees: list[RoundTree] = field(default_factory=list)
 
@@ -62,6 +63,12 @@ class DDTreeStats:
     def mean_acceptance_length(self) -> float:
         """Tokens a round; 0 when there was none."""
         return sum(self.acceptance_lengths) / self.rounds if self.rounds else 0.0
+
+    def __repr__(self) -> str:
+        return (
+            f"DDTreeStats(rounds={self.rounds}, mean_acceptance_length={self.mean_acceptance_length:.2f}, "
+            f"acceptance_lengths={self.acceptance_lengths}, path={self.path!r})"
+        )
 
     def add_round(
         self, budget: int, root: torch.Tensor, tree: DraftTree, rows: Sequence[int], keep_tree: bool
@@ -168,8 +175,7 @@ class GenerationRecord:
         Returns:
             Whether generation ends with this token.
         """
-        if self.length == self._buffer.shape[1]:
-            self._buffer = torch.nn.functional.pad(self._buffer, (0, max(_MIN_ROOM, self.length)))
+        self._reserve(1)
         self._buffer[:, self.length] = token
         self.length += 1
         if self.scores is not None:
@@ -177,46 +183,120 @@ class GenerationRecord:
         if self.logits is not None:
             self.logits += (logits,)
         if self._host_stop is not None:
-            stop = self._host_stop(self.length, token)
+            stop = self._host_stop(self.length, int(token))
         else:
             stop = bool(self.criteria(self.input_ids, self.scores).all())
         if self.streamer is not None:
             self.streamer.put(token.cpu())
         return stop
 
+    def commit_path(self, token_ids: Sequence[int], tokens: torch.Tensor) -> tuple[int, bool]:
+        """Append the tokens of a path, up to the one that ends generation; not for those who need rows (`needs_rows`).
+
+        Args:
+            token_ids: The path's tokens, on the host.
+            tokens: The same first in `(1, P)` or more, on the device.
+
+        Returns:
+            How many were committed, and whether generation ends with the last.
+        """
+        assert self._host_stop is not None
+        stop = False
+        for count, token_id in enumerate(token_ids, start=1):
+            stop = self._host_stop(self.length + count, token_id)
+            if self.streamer is not None:
+                self.streamer.put(torch.tensor([token_id]))
+            if stop:
+                break
+        self._reserve(count)
+        end = self.length + count
+        self._buffer[:, self.length : end] = tokens[:, :count]
+        self.length = end
+        return count, stop
+
+    def _reserve(self, tokens: int) -> None:
+        if (missing := self.length + tokens - self._buffer.shape[1]) > 0:
+            self._buffer = torch.nn.functional.pad(self._buffer, (0, max(_MIN_ROOM, self.length, missing)))
+
     def add_states(
-        self, outputs: Any, rows: Sequence[int], committed: int | None, windows: Sequence[int | None] = ()
+        self, outputs: Any, rows: Sequence[int], committed: int, columns: PlainColumns, whole: bool = False
     ) -> None:
         """Keep hidden states and attentions of the rows that gave the committed tokens.
 
         Args:
             outputs: A forward's output.
             rows: The rows, root (0) first; each is a child of the one before.
-            committed: Cache rows before the forward; `None` keeps its states whole (a prompt's, a plain step's).
-            windows: Each layer's sliding window; plain decoding's attentions have no columns beyond it.
+            committed: Cache rows before the forward.
+            columns: What plain decoding's attentions have.
+            whole: Keep the states of all queries, as of a prompt or a plain step.
         """
         if self.hidden_states is not None:
-            if committed is None:
+            if whole:
                 self.hidden_states += (outputs.hidden_states,)
             else:
                 self.hidden_states += tuple(tuple(h[:, r : r + 1] for h in outputs.hidden_states) for r in rows)
         if self.attentions is not None:
-            if committed is None or not outputs.attentions:  # attention functions without weights give none
+            if not outputs.attentions:  # attention functions without weights give none
                 self.attentions += (outputs.attentions,) * len(rows)
-                return
-            for count, row in enumerate(rows, start=1):
-                # The committed columns, then the path down to this row.
-                columns = [*range(committed), *(committed + r for r in rows[:count])]
-                self.attentions += (
-                    tuple(
-                        None if attention is None else attention[:, :, row : row + 1, columns[-(window or 0) :]]
-                        for attention, window in zip(outputs.attentions, windows, strict=True)
-                    ),
-                )
+            elif whole:
+                self.attentions += (columns.cut(outputs.attentions),)
+            else:
+                for count, row in enumerate(rows, start=1):
+                    # The committed columns, then the path down to this row.
+                    path = [*range(committed), *(committed + r for r in rows[:count])]
+                    self.attentions += (
+                        columns.cut([None if a is None else a[:, :, row : row + 1, path] for a in outputs.attentions]),
+                    )
+
+
+class PlainColumns:
+    """
+    The columns of plain decoding's attentions: those keys that the caller's kind of cache shows to each forward.
+
+    Args:
+        windows: Each decoder layer's sliding window, `None` for full attention.
+        cache: The caller's cache.
+    """
+
+    def __init__(self, windows: Sequence[int | None], cache: Any) -> None:
+        layers = getattr(cache, "layers", ())
+        slides = any(layer.is_sliding for layer in layers)  # a `DynamicCache()` without a config does not
+        self.windows = [window if slides else None for window in windows]
+        self.static = max((layer.max_cache_len for layer in layers if isinstance(layer, StaticLayer)), default=None)
+
+    def cut(self, attentions: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """Each layer's attention `(B, heads, Q, all slots)`, with plain decoding's columns."""
+        return tuple(
+            None if attention is None else self._cut(attention, window)
+            for attention, window in zip(attentions, self.windows, strict=True)
+        )
+
+    def _cut(self, attention: torch.Tensor, window: int | None) -> torch.Tensor:
+        queries, slots = attention.shape[-2:]
+        size = self.static if window is None else min(window, self.static or window)
+        if window is not None and size is not None and slots - queries >= size:  # full: the oldest rows are gone
+            return attention[..., slots - queries - size + 1 :]
+        if self.static is not None and size is not None:  # a static layer's empty slots
+            return torch.nn.functional.pad(attention, (0, max(size - slots, 0)))
+        return attention
+
+
+@contextmanager
+def ended(streamer: Any | None) -> Iterator[None]:
+    """End a streamer once, also when something raises: whoever reads from it waits for that."""
+    try:
+        yield
+    except BaseException:
+        if streamer is not None:
+            with suppress(Exception):  # what went wrong first is what the caller has to see
+                streamer.end()
+        raise
+    if streamer is not None:
+        streamer.end()
 
 
 class _HostStop:
-    """The stock criteria as questions to the host: they need the token and the length, no tensor."""
+    """The stock criteria as questions to the host: they need the token's id and the length, no tensor."""
 
     def __init__(self, max_lengths: list[int], eos: set[int], timers: list[MaxTimeCriteria]) -> None:
         self.max_length = min(max_lengths, default=None)
@@ -238,10 +318,10 @@ class _HostStop:
                 return None
         return cls(max_lengths, eos, timers)
 
-    def __call__(self, length: int, token: torch.Tensor) -> bool:
+    def __call__(self, length: int, token_id: int) -> bool:
         return (
             (self.max_length is not None and length >= self.max_length)
-            or int(token) in self.eos
+            or token_id in self.eos
             or any(time.time() - timer.initial_timestamp > timer.max_time for timer in self.timers)
         )
 

@@ -74,9 +74,9 @@ def uncompiled(model: Any) -> Iterator[None]:
 
 def release_buffers(model: Any) -> None:
     """Free the cache buffers that earlier `ddtree` calls left on `model` for later ones."""
-    model = getattr(model, "_orig_mod", model)  # what torch.compile(model) wraps
-    if _ATTRIBUTE in model.__dict__:
-        state_of(model).cache = None
+    for module in model.modules():  # what torch.compile or an adapter wraps is one of them
+        if _ATTRIBUTE in module.__dict__:
+            state_of(module).cache = None
 
 
 def new_cache(model: Any) -> TreeCache:

@@ -31,6 +31,7 @@ class RowPlan:
     capacity: int
     slots: torch.Tensor | None = None  # (B, N) while a tree is open
     view: int = 0  # rows that attention reads while a tree is open
+    written: int = 0  # rows that may hold something
 
 
 class TreeLayer(CacheLayerMixin):
@@ -78,6 +79,7 @@ class TreeLayer(CacheLayerMixin):
             view = self.rows + key_states.shape[-2]
             if view > self.keys.shape[2]:
                 raise RuntimeError(f"{key_states.shape[-2]} rows behind {self.rows} do not fit {self.keys.shape[2]}.")
+            self.plan.written = max(self.plan.written, view)
             self.keys[:, :, self.rows : view] = key_states
             self.values[:, :, self.rows : view] = value_states
             self.rows = view
@@ -137,11 +139,11 @@ class TreeLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        """Forget all rows and clear the buffers: a NaN left there would reach the next call through the mask."""
+        """Forget all rows and clear what was written: a NaN left there would reach the next call through the mask."""
         self.rows = 0
         if self.is_initialized:
-            self.keys.zero_()
-            self.values.zero_()
+            self.keys[:, :, : self.plan.written].zero_()
+            self.values[:, :, : self.plan.written].zero_()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` rows (transformers' sign)."""
@@ -205,6 +207,7 @@ class TreeCache(Cache):
         length = self.length
         if length + nodes > self.capacity:
             raise RuntimeError(f"A tree of {nodes} rows at {length} does not fit {self.capacity} rows.")
+        self.plan.written = max(self.plan.written, length + nodes)
         self.plan.view = min(-(-(length + nodes) // _ROW_MULTIPLE) * _ROW_MULTIPLE, self.capacity)
         self.plan.slots = slots = (torch.arange(nodes, device=device) + length).expand(batch, -1)
         return slots
@@ -213,19 +216,24 @@ class TreeCache(Cache):
         """Drop what is left of an open tree: its rows are not committed and will be written over."""
         self.plan.slots = None
 
-    def keep(self, path: Sequence[int]) -> None:
-        """Commit the rows of a path through the open tree, root (0) first, and close the tree."""
+    def keep(self, rows: Sequence[int], path: torch.Tensor) -> None:
+        """Commit the rows of a path through the open tree, and close the tree.
+
+        Args:
+            rows: The tree's rows on the path, root (0) first.
+            path: The same as a tensor `(B, P)` where the slots are: to make it here would wait for the device.
+        """
         assert self.slots is not None
         length = self.length
-        if list(path) != list(range(len(path))):  # else the rows already lie where they belong
-            source = self.slots[:, torch.tensor(path, device=self.slots.device)]
-            target = self.slots[:, : len(path)]
+        if list(rows) != list(range(len(rows))):  # else they already lie where they belong
+            source = self.slots.gather(1, path)
+            target = self.slots[:, : len(rows)]
             for layer in self.layers:
                 if layer.is_initialized:
                     layer.keep(source, target)
         for layer in self.layers:
             if layer.is_initialized:
-                layer.rows = length + len(path)
+                layer.rows = length + len(rows)
         self.plan.slots = None
 
     def reset(self) -> None:
@@ -233,6 +241,7 @@ class TreeCache(Cache):
         self.plan.slots = None
         for layer in self.layers:
             layer.reset()
+        self.plan.written = 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` rows (transformers' sign)."""
@@ -244,6 +253,7 @@ class TreeCache(Cache):
         self.reset()
         length = int(cache.get_seq_length())
         self.reserve(length)
+        self.plan.written = length
         for mine, theirs in zip(self.layers, cache.layers, strict=False):
             if getattr(theirs, "keys", None) is None or length == 0:
                 continue

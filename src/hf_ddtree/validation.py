@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
-from transformers import DynamicCache, GenerationConfig
+import torch
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import DynamicCache, GenerationConfig, QuantizedCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from .compat import CACHE_KEY
@@ -53,7 +56,8 @@ def check_drafter_has_use(generation_config: GenerationConfig) -> None:
     if generation_config.speculation_type != "dflash":
         raise ValueError(
             "The assistant is a DFlash drafter, which transformers' assisted decoding cannot run. Pass `ddtree=True` "
-            'for draft trees, or `speculation_type="dflash"` for transformers\' own chain.'
+            'for draft trees, `speculation_type="dflash"` for transformers\' own chain, or `ddtree=False` to decode '
+            "without it."
         )
 
 
@@ -67,6 +71,11 @@ def check_options(generation_config: GenerationConfig, generation_mode: Generati
         raise ValueError("`ddtree` returns one sequence: set `num_return_sequences=1` and call `generate` repeatedly.")
     if generation_config.use_cache is False:
         raise ValueError("`ddtree` keeps a tree's rows in the cache: remove `use_cache=False`.")
+    cache = generation_config.cache_implementation or ""
+    if "offloaded" in cache or cache == "quantized":
+        raise ValueError(
+            f'`ddtree` keeps its rows as the model makes them, on its device: remove `cache_implementation="{cache}"`.'
+        )
     for name in _OTHER_WAYS:
         if (value := getattr(generation_config, name, None)) not in (None, False):
             raise ValueError(f"`ddtree` and `{name}={value!r}` are two ways of decoding: leave one of them out.")
@@ -76,13 +85,18 @@ def check_options(generation_config: GenerationConfig, generation_mode: Generati
         )
 
 
-def check_no_bypass(cache_implementation: Any, custom_generate: Any) -> None:
-    """Raise on arguments with which `generate` would never reach the decoding loop."""
+def check_not_paged(cache_implementation: Any) -> None:
+    """Raise on continuous batching, which never reaches the decoding loop."""
     if cache_implementation == "paged":
         raise ValueError('`ddtree` has its own cache: remove `cache_implementation="paged"` (continuous batching).')
-    if custom_generate is not None:
+
+
+def check_custom_generate(function: Callable[..., Any]) -> None:
+    """Raise unless the function that replaces the decoding loop takes `ddtree` itself."""
+    if "ddtree" not in inspect.signature(function).parameters:
         raise ValueError(
-            "`custom_generate` replaces the decoding loop, so that `ddtree` has no effect: leave one out."
+            "`custom_generate` replaces the decoding loop and takes no `ddtree`, which would have no effect: leave "
+            "one of them out."
         )
 
 
@@ -90,6 +104,20 @@ def check_batch(batch_size: int) -> None:
     if batch_size > 1:
         raise ValueError(
             f"`ddtree` decodes one prompt at a time, got a batch of {batch_size}: call `generate` for each."
+        )
+
+
+def check_prompt(positions: torch.Tensor) -> None:
+    if positions.shape[-1] == 0:
+        raise ValueError("The prompt is empty: `ddtree` needs at least one token to begin with.")
+
+
+def check_cache(cache: Any) -> None:
+    """Raise on a user's cache whose rows are not those that the model made, or lie elsewhere."""
+    if isinstance(cache, QuantizedCache) or getattr(cache, "offloading", False):
+        raise ValueError(
+            f"`ddtree` cannot continue a quantized or offloaded {type(cache).__name__}: pass a `DynamicCache` or a "
+            "`StaticCache`."
         )
 
 
@@ -114,6 +142,16 @@ def check_target(model: Any) -> None:
         )
     if not _takes(model, CACHE_KEY):
         raise ValueError(f"{name} has no cache of keys and values, in which `ddtree` keeps a tree's rows.")
+    if "prepare_inputs_for_generation" in vars(model):
+        raise ValueError(
+            f"The steps of this {name} are prepared by something else (a prompt-learning adapter?), which `ddtree` "
+            "does not know: decode without it, or use an adapter that changes the weights (LoRA)."
+        )
+    if model.training and (drawn := _random_parts(model)):
+        raise ValueError(
+            f"{name} is in training mode with {drawn}, so that a tree cannot be what single steps would be: call "
+            "`model.eval()`."
+        )
     if not model._supports_attention_backend:
         raise ValueError(f"{name} makes its attention masks itself, so that a tree cannot be masked.")
     if config._attn_implementation not in _MASKED_ATTENTION:
@@ -121,6 +159,17 @@ def check_target(model: Any) -> None:
             f'`ddtree` verifies with a 4D mask, which attention "{config._attn_implementation}" does not take: load '
             'the target with `attn_implementation="sdpa"` (or "eager").'
         )
+
+
+def _random_parts(model: Any) -> str | None:
+    """What makes a forward in training mode differ from the same forward cut into steps."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            return "gradient checkpointing"
+        names = ["p"] if isinstance(module, _DropoutNd) else [name for name in vars(module) if "dropout" in name]
+        if module.training and any(isinstance(p := getattr(module, name), float) and p > 0 for name in names):
+            return "dropout"
+    return None
 
 
 def _takes(model: Any, argument: str) -> bool:
@@ -149,6 +198,8 @@ def check_pair(model: Any, drafter: Any) -> None:
         ("number of target layers", getattr(draft, "num_target_layers", None), target.num_hidden_layers),
         ("vocabulary", getattr(draft, "vocab_size", None), target.vocab_size),
     ]
+    if drafter.device.type == "meta":
+        raise ValueError("The drafter has no weights (it is on the meta device): load it with `from_pretrained`.")
     for what, expected, found in pairs:
         if expected is not None and expected != found:
             raise ValueError(

@@ -17,6 +17,8 @@ from .target_state import uncompiled
 from .tree_cache import TreeCache
 
 _STEP_INPUTS = ("input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict", CACHE_KEY)
+# Token types, and what `generate` gives a new token: the prompt's last, or (in a multimodal model) text.
+_TOKEN_TYPES = {"token_type_ids": torch.clone, "mm_token_type_ids": torch.zeros_like}
 _OUTPUTS = ("output_hidden_states", "output_attentions")  # what `generate` passes on to each forward
 
 
@@ -102,6 +104,7 @@ class Verifier:
         self.layer_windows = [window for _, window in kinds]  # a layer
         self.windows = dict(kinds)  # a kind
         self.step_kwargs: dict[str, Any] = {}  # what the caller passes to each forward besides
+        self.step_types: dict[str, torch.Tensor] = {}  # (B, 1) token types, the same for every new token
         self.drops_cache = False  # whether the next step has to be a plain one as well
         self.recomputed = False  # whether the rows of the caller's cache have been replaced
 
@@ -140,15 +143,17 @@ class Verifier:
         Raises:
             ValueError: `prepare_inputs_for_generation` says so.
         """
-        if input_ids.shape[1] == 0:  # embeddings: nothing to prepare a step from yet
-            return
+        token = input_ids if input_ids.shape[1] else input_ids.new_zeros(input_ids.shape[0], 1)  # embeddings: none yet
         kwargs = {name: value for name, value in model_kwargs.items() if name not in ("inputs_embeds", CACHE_KEY)}
-        inputs = self.model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **kwargs)
+        inputs = self.model.prepare_inputs_for_generation(token, next_sequence_length=1, **kwargs)
         others = {
             name: value
             for name, value in inputs.items()
             if value is not None and name not in (*_STEP_INPUTS, *_OUTPUTS)
         }
+        for name, of_next in _TOKEN_TYPES.items():
+            if (types := others.pop(name, None)) is not None:
+                self.step_types[name] = of_next(types[..., -1:]).to(self.device)
         if tensors := [name for name, value in others.items() if isinstance(value, torch.Tensor)]:
             raise ValueError(f"`ddtree` does not pass `{tensors[0]}` to a step of the target: leave it out.")
         self.step_kwargs = others
@@ -219,6 +224,7 @@ class Verifier:
                 **{CACHE_KEY: self.cache},
                 **self.output_kwargs,
                 **self.step_kwargs,
+                **{name: types.expand(-1, token_ids.shape[1]) for name, types in self.step_types.items()},
             )
         return Verification(outputs.logits, self._features(chunks, token_ids.shape[1]), outputs)
 
