@@ -60,8 +60,10 @@ def walk(
         processors: The call's prepared processors.
         do_sample: Sample, or take the best.
     """
-    # A CPU reads nothing back, and selecting at unreached nodes would cost more than it saves.
-    if logits.device.type != "cpu" and is_row_wise(processors) and not record.needs_rows:
+    # A CPU reads nothing back, and selecting at unreached nodes would cost more than it saves. Plain decoding draws
+    # where the prompt is.
+    at_the_prompt = not do_sample or logits.device == record.input_ids.device
+    if logits.device.type != "cpu" and at_the_prompt and is_row_wise(processors) and not record.needs_rows:
         return device_walk(logits, tree, ancestors, record, processors, do_sample)
     return lazy_walk(logits, tree, record, processors, do_sample)
 

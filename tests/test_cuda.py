@@ -1,0 +1,117 @@
+"""On a GPU: the same text as plain decoding there, and one wait of the host for the device a round."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StaticCache
+
+from hf_ddtree import DDTreeConfig, DFlashDraftModel
+from hf_ddtree.compat import CACHE_KEY
+from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9}
+
+
+# The Phi-3 of older versions forgets its context beyond the switch.
+FAMILIES = ["llama", "qwen2_mixed", "qwen3", "mistral", *(["phi3"] if CACHE_KEY == "cache" else [])]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def target(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return tiny_target(request.param).cuda()
+
+
+def run(model: PreTrainedModel, ids: torch.Tensor, new: int, **options: Any) -> tuple[Any, torch.Tensor]:
+    torch.manual_seed(5)
+    out = model.generate(ids, max_new_tokens=new, return_dict_in_generate=True, **options)
+    return out, torch.cuda.get_rng_state()
+
+
+class Counting(LogitsProcessor):
+    """Makes the walk a lazy one, since it may look at anything."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores - 2.0 * (torch.arange(scores.shape[1], device=scores.device) % 7 == input_ids.shape[1] % 7)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        GREEDY,
+        SAMPLING,
+        {"do_sample": True, "top_k": 0},
+        GREEDY | {"repetition_penalty": 1.3},
+        SAMPLING | {"output_scores": True},
+        GREEDY | {"logits_processor": LogitsProcessorList([Counting()])},
+    ],
+    ids=["greedy", "warped", "pure", "penalty", "scores", "own"],
+)
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+def test_equal_to_plain(target: PreTrainedModel, options: dict[str, Any], where: str) -> None:
+    ids = prompt_ids(30).to(where)
+    expected, expected_state = run(target, ids, 70, **options)
+    for budget, hit in ((7, 0.6), (63, 0.85)):
+        drafter = tiny_drafter(target, block_size=16).cuda()
+        with scripted(expected.sequences, hit):
+            out, state = run(target, ids, 70, assistant_model=drafter, ddtree=DDTreeConfig(budget=budget), **options)
+        assert out.sequences.device.type == where
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        assert torch.equal(state, expected_state)
+        assert out.ddtree_stats.mean_acceptance_length > 1.5
+
+
+def test_a_drafter_elsewhere_a_static_cache_and_a_second_turn(target: PreTrainedModel) -> None:
+    drafter = tiny_drafter(target)
+    for cache in (None, StaticCache(config=target.config, max_cache_len=200)):
+        options = GREEDY if cache is None else GREEDY | {CACHE_KEY: cache}
+        expected, _ = run(target, prompt_ids(12).cuda(), 20, **(GREEDY if cache is None else options))
+        if cache is not None:
+            options = GREEDY | {CACHE_KEY: StaticCache(config=target.config, max_cache_len=200)}
+        out, _ = run(target, prompt_ids(12).cuda(), 20, assistant_model=drafter, ddtree=True, **options)
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        ids = torch.cat([expected.sequences, prompt_ids(6, seed=1).cuda()], dim=1)
+        expected, _ = run(target, ids, 20, **GREEDY, **{CACHE_KEY: expected[CACHE_KEY]})
+        out, _ = run(target, ids, 20, assistant_model=drafter, ddtree=True, **GREEDY, **{CACHE_KEY: out[CACHE_KEY]})
+        assert out.sequences.tolist() == expected.sequences.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_runs(dtype: torch.dtype) -> None:
+    model = tiny_target("qwen3").to("cuda", dtype)
+    out, _ = run(
+        model, prompt_ids(12).cuda(), 40, assistant_model=tiny_drafter(model).to("cuda", dtype), ddtree=True, **GREEDY
+    )
+    assert out.sequences.shape == (1, 52)
+
+
+_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+
+def waits(model: PreTrainedModel, drafter: DFlashDraftModel, new: int, options: dict[str, Any]) -> tuple[int, int]:
+    """How often the host waited for the device in one call, and the call's rounds."""
+    ids = prompt_ids(30).cuda()
+    call = {"assistant_model": drafter, "ddtree": DDTreeConfig(budget=31)} | options
+    for _ in range(2):
+        run(model, ids, new, **call)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        out, _ = run(model, ids, new, **call)
+    return sum(event.count for event in recorded.key_averages() if event.key in _WAITS), out.ddtree_stats.rounds
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLING], ids=["greedy", "warped"])
+def test_a_round_waits_once(options: dict[str, Any]) -> None:
+    """Two calls that differ in their rounds only: what is left is a round's."""
+    model = tiny_target("qwen3").cuda()
+    drafter = copy.deepcopy(tiny_drafter(model)).cuda()
+    (short, few), (long, many) = (waits(model, drafter, new, options) for new in (20, 60))
+    assert many > few
+    assert long - short == many - few
