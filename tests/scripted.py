@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -16,6 +19,7 @@ from transformers import (
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -81,6 +85,22 @@ def tiny_drafter(target: PreTrainedModel, seed: int = 1, block_size: int = 8, **
         **overrides,
     )
     return DFlashDraftModel(config).eval()
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Words "w0", "w1", ... for the ids from 6 on, and a chat template."""
+    # "abcdef" is what transformers encodes to learn how stop strings look in a vocabulary.
+    words = ["<pad>", "<s>", "</s>", "<mask>", "<unk>", "abcdef", *(f"w{i}" for i in range(VOCAB - 6))]
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
+    )
 
 
 def prompt_ids(length: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
