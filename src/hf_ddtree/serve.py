@@ -14,7 +14,7 @@ from transformers.cli.serving.utils import split_model_id
 
 from .configuration_ddtree import DDTreeConfig
 from .modeling_dflash import DFlashDraftModel
-from .validation import check_no_bypass, check_options, check_pair, check_target
+from .validation import check_not_paged, check_options, check_pair, check_target
 
 
 class DDTreeServe(Serve):
@@ -78,16 +78,7 @@ class DDTreeServe(Serve):
         check_target(model)
         check_pair(model, drafter)
         model.generation_config.ddtree = self._config
-        stock_generate = model.generate
-
-        @functools.wraps(stock_generate)
-        def generate(*args: Any, **kwargs: Any) -> Any:
-            generation_config = kwargs.get("generation_config") or model.generation_config
-            if DDTreeConfig.from_value(generation_config.ddtree) is not None:
-                kwargs["assistant_model"] = drafter
-            return stock_generate(*args, **kwargs)
-
-        model.generate = generate
+        model.generate = functools.partial(model.generate, assistant_model=drafter)
 
     def _attaching(self, load_model: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(load_model)
@@ -124,7 +115,7 @@ class DDTreeServe(Serve):
             try:
                 config = requested_config(generation_config.ddtree, self._config, self._drafter.device.type)
                 if config is not None:
-                    check_no_bypass(generation_config.cache_implementation, None)
+                    check_not_paged(generation_config.cache_implementation)
                     check_options(generation_config, generation_config.get_generation_mode(self._drafter))
             except (TypeError, ValueError) as error:
                 off = '`"ddtree": false` in the request\'s `generation_config` switches trees off.'
