@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -16,6 +19,7 @@ from transformers import (
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -38,6 +42,23 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+
+# "abcdef" is what transformers encodes to learn how stop strings look in a vocabulary.
+WORDS = ["<pad>", "<s>", "</s>", "<mask>", "<unk>", "abcdef", *(f"w{i}" for i in range(VOCAB - 6))]
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """A word for each id of the tiny targets."""
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
+    )
 
 
 def tiny_target(family: str, seed: int = 0, switch: int = 64, **overrides: Any) -> PreTrainedModel:

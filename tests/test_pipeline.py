@@ -8,30 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TextIteratorStreamer, pipeline
 
 from hf_ddtree import DFlashDraftModel
 from scripted import tiny_drafter, tiny_target
-
-# "abcdef" is what transformers encodes to learn how stop strings look in a vocabulary.
-WORDS = ["<pad>", "<s>", "</s>", "<mask>", "<unk>", "abcdef", *(f"w{i}" for i in range(205))]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    backend.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
-    )
 
 
 def test_an_instance_and_a_path(
