@@ -229,6 +229,14 @@ def test_a_call_that_cannot_begin_ends_the_stream(
 
 
 @pytest.mark.xfail(strict=True, reason="a streamer gets no end when something raises")
+def test_a_streamer_that_is_no_keyword_gets_its_end(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
+    streamer = Puts()
+    with pytest.raises(Fault):
+        target.generate(IDS, None, [FailingProcessor(2)], None, None, None, drafter, streamer, ddtree=True)
+    ends_once(streamer)
+
+
+@pytest.mark.xfail(strict=True, reason="a streamer gets no end when something raises")
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_an_interruption_ends_the_stream(
     target: PreTrainedModel, drafter: DFlashDraftModel, kind: type[BaseException]
