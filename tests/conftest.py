@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from hf_ddtree import DFlashDraftModel
-from scripted import tiny_drafter, tiny_target
+from scripted import tiny_drafter, tiny_target, word_tokenizer
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -28,6 +28,11 @@ def target() -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def drafter(target: PreTrainedModel) -> DFlashDraftModel:
     return tiny_drafter(target)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return word_tokenizer()
 
 
 @pytest.fixture

@@ -43,6 +43,23 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+# "abcdef" is what transformers encodes to learn how stop strings look in a vocabulary.
+WORDS = ["<pad>", "<s>", "</s>", "<mask>", "<unk>", "abcdef", *(f"w{i}" for i in range(VOCAB - 6))]
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """A word for each id of the tiny targets."""
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
+    )
+
 
 def tiny_target(family: str, seed: int = 0, switch: int = 64, **overrides: Any) -> PreTrainedModel:
     """A random fp32 target of a family, with logit gaps far above rounding noise; `switch` is Phi-3's rope switch."""
@@ -85,22 +102,6 @@ def tiny_drafter(target: PreTrainedModel, seed: int = 1, block_size: int = 8, **
         **overrides,
     )
     return DFlashDraftModel(config).eval()
-
-
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Words "w0", "w1", ... for the ids from 6 on, and a chat template."""
-    # "abcdef" is what transformers encodes to learn how stop strings look in a vocabulary.
-    words = ["<pad>", "<s>", "</s>", "<mask>", "<unk>", "abcdef", *(f"w{i}" for i in range(VOCAB - 6))]
-    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    backend.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
-    )
 
 
 def prompt_ids(length: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:

@@ -11,12 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TextIteratorStreamer, pipeline
 
 from hf_ddtree import DFlashDraftModel
-from scripted import tiny_drafter, tiny_target, tiny_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return tiny_tokenizer()
+from scripted import tiny_drafter, tiny_target
 
 
 def test_an_instance_and_a_path(

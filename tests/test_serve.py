@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from hf_ddtree import DDTreeConfig
 from hf_ddtree.__main__ import app
 from hf_ddtree.serve import DDTreeServe, requested_config
-from scripted import scripted, tiny_drafter, tiny_target, tiny_tokenizer
+from scripted import scripted, tiny_drafter, tiny_target, word_tokenizer
 
 openai = pytest.importorskip("openai", reason="needs hf-ddtree[serving]")
 pytest.importorskip("fastapi", reason="needs hf-ddtree[serving]")
@@ -116,7 +116,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     target = tiny_target("llama")
     model, drafter = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("drafter")
     target.save_pretrained(model)
-    tiny_tokenizer().save_pretrained(model)
+    word_tokenizer().save_pretrained(model)
     tiny_drafter(target).save_pretrained(drafter)
     return str(model), str(drafter)
 
@@ -141,7 +141,7 @@ def plain(paths: tuple[str, str], trees: Running) -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def text(paths: tuple[str, str]) -> list[int]:
     """The ids of the prompt and of what the target says to it."""
-    ids = tiny_tokenizer()(PROMPT, return_tensors="pt").input_ids
+    ids = word_tokenizer()(PROMPT, return_tensors="pt").input_ids
     return tiny_target("llama").generate(ids, max_new_tokens=NEW, do_sample=False)[0].tolist()
 
 
@@ -175,7 +175,7 @@ class TestSameAnswers:
     def test_stop_strings(
         self, trees: Running, plain: Running, text: list[int], endpoint: str, stream: bool, where: int
     ) -> None:
-        stop = ["nothing", tiny_tokenizer().decode(text[where])]
+        stop = ["nothing", word_tokenizer().decode(text[where])]
         expected = plain.ask(endpoint, stream=stream, stop=stop)
         assert trees.ask(endpoint, stream=stream, stop=stop) == expected
         assert expected[1] == "stop"
@@ -321,7 +321,7 @@ def test_auto_is_compared_by_what_it_means() -> None:
 def test_no_other_model_is_loaded(trees: Running, paths: tuple[str, str], tmp_path: Path) -> None:
     other = str(tmp_path)
     tiny_target("llama", seed=1).save_pretrained(other)
-    tiny_tokenizer().save_pretrained(other)
+    word_tokenizer().save_pretrained(other)
     served = trees.model
     for endpoint in ("completions", "chat", "responses"):
         with pytest.raises(openai.BadRequestError) as caught:
