@@ -94,8 +94,8 @@ def test_attentions_are_plain_decodings(family: str, cache: str, length: int) ->
     [
         ("llama", 30),
         ("mistral", 10),
-        pytest.param("mistral", 30, marks=differs("chunks")),
-        pytest.param("qwen2_mixed", 30, marks=differs("chunks")),
+        ("mistral", 30),
+        ("qwen2_mixed", 30),
     ],
 )
 def test_attentions_of_a_prompt_in_chunks_are_plain_decodings(family: str, length: int) -> None:

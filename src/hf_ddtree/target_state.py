@@ -10,10 +10,11 @@ from typing import Any
 from .tree_cache import TreeCache
 
 _ATTRIBUTE = "_hf_ddtree_state"
+_creating = threading.Lock()
 
 
 class TargetState:
-    """Held in the model's `__dict__`, so that it lives and dies with the model. Copies and pickles are empty."""
+    """Held in the model's `__dict__`, so that it lives and dies with the model. Copies and pickles go without it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -26,12 +27,15 @@ class TargetState:
         return TargetState()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TargetState, ()
+        return type(None), ()  # readable where this package is not installed
 
 
 def state_of(model: Any) -> TargetState:
-    state: TargetState = model.__dict__.setdefault(_ATTRIBUTE, TargetState())
-    return state
+    with _creating:
+        state = model.__dict__.get(_ATTRIBUTE)
+        if state is None:
+            state = model.__dict__[_ATTRIBUTE] = TargetState()
+        return state
 
 
 @contextmanager
@@ -46,6 +50,7 @@ def claim(model: Any) -> Iterator[TreeCache]:
     try:
         if state.cache is None:
             state.cache = new_cache(model)
+        state.cache.reset()  # should the last call have been interrupted in doing so
         yield state.cache
     finally:
         try:
@@ -75,7 +80,7 @@ def uncompiled(model: Any) -> Iterator[None]:
 def release_buffers(model: Any) -> None:
     """Free the cache buffers that earlier `ddtree` calls left on `model` for later ones."""
     for module in model.modules():  # what torch.compile or an adapter wraps is one of them
-        if _ATTRIBUTE in module.__dict__:
+        if module.__dict__.get(_ATTRIBUTE) is not None:
             state_of(module).cache = None
 
 

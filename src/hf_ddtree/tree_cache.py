@@ -239,8 +239,9 @@ class TreeCache(Cache):
     def reset(self) -> None:
         """Forget all rows, keep the buffers (cleared)."""
         self.plan.slots = None
-        for layer in self.layers:
-            layer.reset()
+        if self.plan.written or self.length:
+            for layer in self.layers:
+                layer.reset()
         self.plan.written = 0
 
     def crop(self, tokens_to_remove: int) -> None:

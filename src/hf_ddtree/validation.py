@@ -142,10 +142,18 @@ def check_target(model: Any) -> None:
         )
     if not _takes(model, CACHE_KEY):
         raise ValueError(f"{name} has no cache of keys and values, in which `ddtree` keeps a tree's rows.")
-    if "prepare_inputs_for_generation" in vars(model):
+    prepare = model.prepare_inputs_for_generation
+    if getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
         raise ValueError(
             f"The steps of this {name} are prepared by something else (a prompt-learning adapter?), which `ddtree` "
             "does not know: decode without it, or use an adapter that changes the weights (LoRA)."
+        )
+    if any(
+        getattr(adapter, "alora_invocation_tokens", None) for adapter in getattr(model, "peft_config", {}).values()
+    ):
+        raise ValueError(
+            f"{name} has an activated LoRA, which adapts a forward's last rows, and a tree's rows are no text: decode "
+            "without it."
         )
     if model.training and (drawn := _random_parts(model)):
         raise ValueError(
