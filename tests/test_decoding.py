@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
-    StaticCache,
 )
 
 from hf_ddtree import DDTreeConfig, DFlashDraftModel, GenerateDDTreeOutput
@@ -299,25 +297,6 @@ class TestTheDraftersContext:
         vars(cut[0]).pop("_hf_ddtree_context")
         expected = self.drafts(model, drafter, first.sequences, **{CACHE_KEY: cut[0]})[1]
         assert self.same(self.drafts(model, drafter, first.sequences, **{CACHE_KEY: cut[1]})[1], expected)
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2_mixed"])
-@pytest.mark.parametrize("kind", ["static", "dynamic", "bare"])
-def test_attentions_have_the_columns_of_the_callers_cache(family: str, kind: str) -> None:
-    model = tiny_target(family, attn_implementation="eager")
-    drafter = tiny_drafter(model)
-    make: dict[str, Any] = {
-        "static": lambda: StaticCache(config=model.config, max_cache_len=90),
-        "dynamic": lambda: DynamicCache(config=model.config),
-        "bare": DynamicCache,
-    }
-    for prompt, chunk in ((10, None), (40, None), (40, 9)):
-        options = GREEDY | {"output_attentions": True, "prefill_chunk_size": chunk}
-        expected, _ = plain(model, prompt_ids(prompt), 30, options | {CACHE_KEY: make[kind]()})
-        with scripted(expected.sequences, 0.8):
-            out, _ = trees(model, drafter, prompt_ids(prompt), 30, options | {CACHE_KEY: make[kind]()})
-        assert out.sequences.tolist() == expected.sequences.tolist()
-        _assert_same_structure(out.attentions, expected.attentions, f"{prompt} {chunk}")
 
 
 def test_token_types_reach_every_step() -> None:

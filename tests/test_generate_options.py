@@ -275,7 +275,6 @@ ARGUMENTS: dict[str, Option] = {
     ),
     "custom_generate": Option(
         refused=[
-            {"custom_generate": "some/repository", "trust_remote_code": True},
             {"custom_generate": lambda model, input_ids, **_: input_ids},
         ]
     ),
@@ -311,27 +310,13 @@ ARGUMENTS: dict[str, Option] = {
 OPTIONS = CONFIG | ARGUMENTS
 ARGUMENT_NAMES = {"cache": CACHE_KEY}  # where this version's name is another one
 
-# What is not so yet, by test id.
-KNOWN: dict[str, str] = {
-    "cache_config-refused-0": "a quantized cache is not refused: nothing is quantized, nothing says so",
-    **dict.fromkeys(
-        (f"cache_implementation-refused-{i}" for i in range(4)),
-        "an offloaded cache is not refused: nothing is offloaded, nothing says so",
-    ),
-    "cache_implementation-refused-4": "a quantized cache is not refused: nothing is quantized, nothing says so",
-    "cache-refused-0": "an offloaded cache is not refused: it gets the rows after the last round",
-    "cache-refused-1": "an offloaded cache is not refused: it gets the rows after the last round",
-    "cache-refused-2": "a quantized cache is not refused: it gets the rows after the last round",
-    "token_type_ids-same-0": "a tensor for the prompt's forward only is refused",
-}
-
 
 def cases(kind: str) -> list[Any]:
     found = []
     for name, option in OPTIONS.items():
         for index, call in enumerate(getattr(option, kind)):
             test_id = f"{name}-{kind}-{index}"
-            marks = [pytest.mark.xfail(strict=True, reason=KNOWN[test_id])] if test_id in KNOWN else []
+            marks = []
             if name in CONFIG and not hasattr(GenerationConfig(), name):
                 marks = [pytest.mark.skip(reason=f"this transformers has no {name}")]
             found.append(pytest.param(name, call, id=test_id, marks=marks))
@@ -526,17 +511,11 @@ def result(name: str) -> str:
     option = OPTIONS[name]
     model, _ = pair(option.family)
     errors: dict[str, list[str]] = {}
-    for index, call in enumerate(option.refused):
-        error = KNOWN.get(f"{name}-refused-{index}")
-        if error is None:
-            with pytest.raises(ValueError) as caught:  # noqa: PT011 (the page shows the message)
-                refuse(name, call)
-            error = str(caught.value)
-        else:
-            error = f"*not yet:* {error}"
-        errors.setdefault(error, []).append(shown(resolved(call, model)[ARGUMENT_NAMES.get(name, name)]))
-    wrong = [KNOWN[key] for index in range(len(option.same)) if (key := f"{name}-same-{index}") in KNOWN]
-    parts = [*(f"*not yet:* {each}" for each in wrong)] or (["same"] if option.same else [])
+    for call in option.refused:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 (the page shows the message)
+            refuse(name, call)
+        errors.setdefault(str(caught.value), []).append(shown(resolved(call, model)[ARGUMENT_NAMES.get(name, name)]))
+    parts = ["same"] if option.same else []
     parts += [f"{', '.join(values)}: {error}" for error, values in errors.items()]
     return "<br>".join(parts)
 

@@ -135,25 +135,16 @@ def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         arguments = bound.arguments | bound.arguments.get("kwargs", {})
-        explicit = DDTreeConfig.from_value(kwargs.get("ddtree")) is not None
-        if explicit:
-            if (custom_generate := arguments.get("custom_generate")) is not None:
-                if isinstance(custom_generate, str):
-                    custom_generate = self.load_custom_generate(
-                        **{"trust_remote_code": None, **kwargs, "pretrained_model_name_or_path": custom_generate}
-                    )
-                check_custom_generate(custom_generate)
-                return original(self, *args, **kwargs)
-            check_not_paged(kwargs.get("cache_implementation"))
-            check_batch(_batch_size(arguments))
-        requested = _option(self, arguments, "ddtree")
-        drafter = is_dflash_drafter(arguments.get("assistant_model"))
-        if requested is False and drafter and _option(self, arguments, "speculation_type") != "dflash":
-            bound.arguments["assistant_model"] = None  # whoever holds a drafter may decode without it
+        requested, drafter = _option(self, arguments, "ddtree"), is_dflash_drafter(arguments.get("assistant_model"))
+        explicit = kwargs.get("ddtree") not in (None, False)
         streamer = arguments.get("streamer") if explicit or (requested and drafter) else None
         call = _Call(explicit, _call.get() is not None, streamer)
         token = _call.set(call)
         try:
+            if explicit:
+                _check_reaches_the_loop(self, arguments)
+            if requested is False and drafter and _option(self, arguments, "speculation_type") != "dflash":
+                bound.arguments["assistant_model"] = None  # whoever holds a drafter may decode without it
             return original(*bound.args, **bound.kwargs)
         except BaseException:
             if call.streamer is not None:
@@ -171,6 +162,19 @@ def _option(model: Any, arguments: dict[str, Any], name: str) -> Any:
     configs = arguments.get("generation_config"), getattr(model, "generation_config", None)
     given = (arguments.get(name), *(getattr(config, name, None) for config in configs))
     return next((value for value in given if value is not None), None)
+
+
+def _check_reaches_the_loop(model: Any, arguments: dict[str, Any]) -> None:
+    """Raise on a call with `ddtree` that is malformed, or that would pass the decoding loop by."""
+    DDTreeConfig.from_value(arguments["ddtree"])
+    if (custom_generate := arguments.get("custom_generate")) is not None:
+        if isinstance(custom_generate, str):
+            hub_options = {"trust_remote_code": None, **arguments["kwargs"]}
+            custom_generate = model.load_custom_generate(custom_generate, **hub_options)
+        check_custom_generate(custom_generate)
+        return
+    check_not_paged(arguments.get("cache_implementation"))
+    check_batch(_batch_size(arguments))
 
 
 def _batch_size(arguments: dict[str, Any]) -> int:
