@@ -114,12 +114,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"SmolLM2-135M-Instruct in {args.dtype} on {torch.get_num_threads()} CPU threads, greedy. "
         f"Trees of {args.budget} nodes, at most {args.max_depth} deep."
     )
+    if dtype != torch.float32:
+        print(
+            f"Where two logits are within a rounding step of each other, {args.dtype} lets the number of tokens in a "
+            "forward decide between them, so some texts part. With `--dtype float32` they are the same."
+        )
     runs = [
         show_prompt(target, tokenizer, prompt, f"{number}/{len(args.prompts)}", args.max_new_tokens, ddtree)
         for number, prompt in enumerate(args.prompts, start=1)
     ]
     show_tree(tokenizer, [tree.stats for _, tree in runs if tree.stats is not None])
-    show_summary(runs, dtype)
+    show_summary(runs)
 
 
 def show_prompt(
@@ -157,23 +162,19 @@ def show_tree(tokenizer: PreTrainedTokenizerBase, stats: Sequence[DDTreeStats]) 
     print(tree_text(entry.tree, entry.root, entry.path, tokenizer))
 
 
-def show_summary(runs: Sequence[tuple[Run, Run]], dtype: torch.dtype) -> None:
+def show_summary(runs: Sequence[tuple[Run, Run]]) -> None:
     """Print the speeds over all prompts."""
     plain, tree = (
         sum(len(run.ids) for run in side) / sum(run.seconds for run in side) for side in zip(*runs, strict=True)
     )
     lengths = [length for _, run in runs if run.stats is not None for length in run.stats.acceptance_lengths]
     same = sum(one.ids == other.ids for one, other in runs)
+    speedups = sorted(after.speed / before.speed for before, after in runs)
     print(
         f"\n{heading('All prompts:')} generate {plain:.1f} tokens/s, ddtree=True {tree:.1f} tokens/s, "
         f"{sum(lengths) / len(lengths):.2f} tokens per round, same text {same} of {len(runs)}, "
-        f"{heading(f'speedup {tree / plain:.2f}')}"
+        f"{heading(f'speedup {tree / plain:.2f}')} ({speedups[0]:.2f} to {speedups[-1]:.2f})"
     )
-    if same < len(runs) and dtype != torch.float32:
-        print(
-            f"Where two logits are within a rounding step of each other, {name_of(dtype)} lets the number of tokens "
-            "in a forward decide between them. With `--dtype float32` the texts are the same."
-        )
 
 
 def name_of(dtype: torch.dtype) -> str:
