@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for number, prompt in enumerate(args.prompts, start=1)
     ]
     show_tree(tokenizer, [tree.stats for _, tree in runs if tree.stats is not None])
-    show_summary(runs)
+    show_summary(runs, dtype)
 
 
 def show_prompt(
@@ -162,17 +162,18 @@ def show_tree(tokenizer: PreTrainedTokenizerBase, stats: Sequence[DDTreeStats]) 
     print(tree_text(entry.tree, entry.root, entry.path, tokenizer))
 
 
-def show_summary(runs: Sequence[tuple[Run, Run]]) -> None:
+def show_summary(runs: Sequence[tuple[Run, Run]], dtype: torch.dtype) -> None:
     """Print the speeds over all prompts."""
     plain, tree = (
         sum(len(run.ids) for run in side) / sum(run.seconds for run in side) for side in zip(*runs, strict=True)
     )
     lengths = [length for _, run in runs if run.stats is not None for length in run.stats.acceptance_lengths]
     same = sum(one.ids == other.ids for one, other in runs)
+    rounded = f" (in float32 all; {name_of(dtype)} rounds)" if same < len(runs) and dtype != torch.float32 else ""
     speedups = sorted(after.speed / before.speed for before, after in runs)
     print(
         f"\n{heading('All prompts:')} generate {plain:.1f} tokens/s, ddtree=True {tree:.1f} tokens/s, "
-        f"{sum(lengths) / len(lengths):.2f} tokens per round, same text {same} of {len(runs)}, "
+        f"{sum(lengths) / len(lengths):.2f} tokens per round, same text {same} of {len(runs)}{rounded}, "
         f"{heading(f'speedup {tree / plain:.2f}')} ({speedups[0]:.2f} to {speedups[-1]:.2f})"
     )
 

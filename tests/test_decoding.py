@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
+    MaxLengthCriteria,
     PreTrainedModel,
+    StaticCache,
+    StoppingCriteriaList,
 )
 
+from comparison import assert_same
 from hf_ddtree import DDTreeConfig, DFlashDraftModel, GenerateDDTreeOutput
 from hf_ddtree.compat import CACHE_KEY
 from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
@@ -519,3 +524,83 @@ def test_an_offloaded_target() -> None:
     expected, _ = plain(model, prompt_ids(12), 9, GREEDY)
     out, _ = trees(cpu_offload(model, execution_device="cpu"), drafter, prompt_ids(12), 9, GREEDY)
     assert out.sequences.tolist() == expected.sequences.tolist()
+
+
+def test_a_prefill_that_runs_rows_again_is_followed_by_plain_steps() -> None:
+    """Older versions run a whole text in chunks behind the rows that the cache has, and mask by its length."""
+    model = tiny_target("llama")
+    drafter = tiny_drafter(model)
+    first, _ = plain(model, prompt_ids(12), 20, GREEDY)
+    for ids, chunk in (
+        (torch.cat([first.sequences, prompt_ids(7, seed=4)], dim=1), 4),
+        (first.sequences[:, : first[CACHE_KEY].get_seq_length()], None),
+    ):
+        mine, theirs = (copy.deepcopy(first[CACHE_KEY]) for _ in range(2))
+        options = GREEDY | {"prefill_chunk_size": chunk}
+        expected, _ = plain(model, ids, 20, options | {CACHE_KEY: theirs})
+        out, _ = trees(model, drafter, ids, 20, options | {CACHE_KEY: mine})
+        assert out.sequences.tolist() == expected.sequences.tolist()
+
+
+@pytest.mark.skipif(CACHE_KEY != "cache", reason="this Phi-3 forgets its context beyond the switch")
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("prompt", [60, 70])
+def test_a_callers_cache_around_a_rope_switch(kind: Any, prompt: int) -> None:
+    """The model drops it there: it holds what came before, and attentions show the new one's columns."""
+    model = tiny_target("phi3", switch=64, attn_implementation="eager")
+    drafter = tiny_drafter(model)
+    options = {"max_cache_len": 90} if kind is StaticCache else {}
+    caches = [kind(config=model.config, **options) for _ in range(2)]
+    call = GREEDY | {"output_attentions": True}
+    expected, _ = plain(model, prompt_ids(prompt), 20, call | {CACHE_KEY: caches[0]})
+    out, _ = trees(model, drafter, prompt_ids(prompt), 20, call | {CACHE_KEY: caches[1]})
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert int(caches[1].get_seq_length()) == int(caches[0].get_seq_length())
+    assert_same(out.attentions, expected.attentions)
+
+
+@pytest.mark.parametrize("asked", [[], [1], [1, 3]])
+def test_hidden_states_of_some_layers(asked: list[int]) -> None:
+    model = tiny_target("llama")
+    options = GREEDY | {"output_hidden_states": asked}
+    expected, _ = plain(model, prompt_ids(9), 20, options)
+    with scripted(expected.sequences, 0.8):
+        out, _ = trees(model, tiny_drafter(model), prompt_ids(9), 20, options)
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    for mine, theirs in zip(out.hidden_states or (), expected.hidden_states or (), strict=True):
+        assert [h is None for h in mine] == [h is None for h in theirs]
+        assert_same(tuple(h for h in mine if h is not None), tuple(h for h in theirs if h is not None))
+
+
+def test_a_callers_longer_limit_takes_the_place_of_the_configs() -> None:
+    model = tiny_target("llama")
+    options = GREEDY | {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(60)])}
+    expected, _ = plain(model, prompt_ids(9), 10, options)
+    assert expected.sequences.shape[1] == 60
+    with scripted(expected.sequences, 0.9):
+        out, _ = trees(model, tiny_drafter(model), prompt_ids(9), 10, options)
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert out.ddtree_stats.mean_acceptance_length > 2
+
+
+def test_parts_of_a_drafter_in_training_draw_nothing_and_stay_as_they_are() -> None:
+    model = tiny_target("llama")
+    drafter = tiny_drafter(model, attention_dropout=0.5)
+    drafter.layers[0].train()
+    modes = [module.training for module in drafter.modules()]
+    expected, state = plain(model, prompt_ids(12), 20, PURE_SAMPLING)
+    out, after = trees(model, drafter, prompt_ids(12), 20, PURE_SAMPLING)
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert torch.equal(after, state)
+    assert [module.training for module in drafter.modules()] == modes
+
+
+def test_no_hook_stays_when_a_call_ends_before_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_ddtree.decoding.RopeSwitch", interrupted)
+    model = tiny_target("llama")
+    with pytest.raises(KeyboardInterrupt):
+        trees(model, tiny_drafter(model), prompt_ids(4), 4, GREEDY)
+    assert not any(module._forward_hooks for module in model.modules())

@@ -585,6 +585,29 @@ def test_training_mode_is_refused_where_it_is_random(drafter: DFlashDraftModel) 
         quiet.generate(prompt_ids(4), assistant_model=drafter, ddtree=True, **options)
 
 
+def test_training_mode_is_refused_with_any_kind_of_chance(drafter: DFlashDraftModel) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = tiny_target("llama").config.to_dict()
+    for name in ("model_type", "architectures", "rope_parameters"):
+        sizes.pop(name, None)
+    model = MixtralForCausalLM(MixtralConfig(**sizes, router_jitter_noise=0.5, num_local_experts=4)).train()
+    with pytest.raises(ValueError, match=r"training mode.*model\.eval"):
+        model.generate(prompt_ids(4), max_new_tokens=4, assistant_model=drafter, ddtree=True)
+
+
+def test_a_config_beside_ddtree_is_as_quiet_as_without(
+    target: PreTrainedModel, drafter: DFlashDraftModel, warnings_of_transformers: pytest.LogCaptureFixture
+) -> None:
+    config = GenerationConfig(max_new_tokens=4, do_sample=False)
+    target.generate(prompt_ids(4), generation_config=config)
+    before = [record.message for record in warnings_of_transformers.records]
+    out = target.generate(prompt_ids(4), generation_config=config, assistant_model=drafter, ddtree={"budget": 3})
+    assert [record.message for record in warnings_of_transformers.records][len(before) :] == before
+    assert out.shape == (1, 8)
+    assert config.ddtree is None
+
+
 def test_an_inner_call_does_not_warn_again(target: PreTrainedModel) -> None:
     model, ids = copy.deepcopy(target), prompt_ids(8)
     model.generation_config.ddtree = True

@@ -786,3 +786,9 @@ def test_taps_that_do_not_fit_the_projection_are_refused(tmp_path: Path) -> None
     write_checkpoint(tmp_path, config_dict, published_tensors(zlab_config()))
     with pytest.raises(ValueError, match=r"fc\.weight"):
         DFlashDraftModel.from_pretrained(tmp_path)
+
+
+def test_a_target_is_no_drafter(tmp_path: Path) -> None:
+    tiny_target("llama").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is no DFlash drafter: its model_type is 'llama'"):
+        DFlashDraftModel.from_pretrained(tmp_path)

@@ -208,15 +208,15 @@ def _digest(input_ids: torch.Tensor, length: int) -> bytes:
 
 @contextmanager
 def _evaluating(drafter: Any) -> Iterator[None]:
-    """Evaluation mode for one forward; a drafter in training is given back in training."""
-    training = drafter.training
-    if training:
-        drafter.eval()
+    """Evaluation mode for one forward; what was in training is in training again after it."""
+    training = [module for module in drafter.modules() if module.training]
+    for module in training:
+        module.training = False
     try:
         yield
     finally:
-        if training:
-            drafter.train()
+        for module in training:
+            module.training = True
 
 
 def embed_tokens(target: Any, token_ids: torch.Tensor) -> torch.Tensor:

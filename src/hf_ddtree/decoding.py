@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -55,11 +56,9 @@ def ddtree_decoding(
     with ended(streamer), claim(model) as cache:
         check_batch(input_ids.shape[0])
         source = DDTreeCandidateGenerator(model, assistant_model, config, record.max_length)
-        verifier = Verifier(model, source.layer_ids, cache, model_kwargs, input_ids.device)
-        rope = RopeSwitch(verifier.config)
-        columns = PlainColumns(verifier.layer_windows, users_cache)
-        timed = functools.partial(stats.time, device=verifier.device if config.record_times else None)
-        try:
+        with closing(Verifier(model, source.layer_ids, cache, model_kwargs, input_ids.device)) as verifier:
+            rope = RopeSwitch(verifier.config)
+            timed = functools.partial(stats.time, device=verifier.device if config.record_times else None)
             # The prompt gives the first bonus token, and its features are the drafter's first context.
             with timed("prefill"):
                 outputs, features = verifier.prefill(input_ids, generation_config, model_kwargs)
@@ -67,6 +66,7 @@ def ddtree_decoding(
                 if users_cache is not None and not verifier.recomputed:
                     source.resume(users_cache, input_ids)
                 append_prompt(source, features, positions, verifier.prompt_mask)
+            columns = plain_columns(verifier, users_cache)
             _, stop = commit_next(outputs.logits[:, -1], record, logits_processor, do_sample)
             record.add_states(outputs, [0], 0, columns, whole=True)
             rope.crossed(record.length - 1, positions[..., -1:])
@@ -80,7 +80,7 @@ def ddtree_decoding(
                     continue
                 # Draft a block, and build the tree from its distributions.
                 with timed("draft"):
-                    plain = rope.crossed(record.length, position) or verifier.drops_cache
+                    plain = rope.crossed(record.length, position) or verifier.drops_cache or verifier.plain_only
                     depth = 0 if plain else min(record.room - 1, rope.room(record.length, position))
                     tree = source.draft_tree(root, position.view(-1, 1)[:1], depth)
                     ancestors = ancestor_matrix(tree.parents, tree.depths)
@@ -88,6 +88,7 @@ def ddtree_decoding(
                 with timed("verify"):
                     if plain:
                         verified = verifier.plain_step(record.input_ids, position, model_kwargs)
+                        columns = plain_columns(verifier, users_cache)
                     else:
                         verified = verifier.verify(torch.cat([root, tree.token_ids], dim=1), position, ancestors)
                 # Walk from the root by the target's own choice.
@@ -102,8 +103,6 @@ def ddtree_decoding(
                     source.append(features, (position + steps).view(-1, len(rows))[:1])
                 position = position + len(rows)
                 stats.add_round(source.nodes, root, tree, rows, keep_tree=config.record_trees)
-        finally:
-            verifier.close()
 
         if verifier.recomputed:  # what the caller's cache holds belongs to another text now
             users_cache = DynamicCache(config=verifier.config)
@@ -125,6 +124,12 @@ def ddtree_decoding(
         ddtree_stats=stats,
     )
     return output
+
+
+def plain_columns(verifier: Verifier, users_cache: Any) -> PlainColumns:
+    """Plain decoding's attentions show the caller's cache, until a model drops that for one of its own."""
+    cache = DynamicCache(config=verifier.config) if verifier.recomputed else users_cache
+    return PlainColumns(verifier.layer_windows, cache)
 
 
 def append_prompt(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import warnings
@@ -21,6 +22,7 @@ from .configuration_ddtree import DDTreeConfig
 from .configuration_dflash import DFlashConfig, is_dflash_config_dict
 from .decoding import ddtree_decoding
 from .modeling_dflash import DFlashDraftModel
+from .outputs import longest
 from .validation import (
     check_assistant,
     check_batch,
@@ -133,16 +135,25 @@ def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(self, *args, **kwargs)
-        arguments = bound.arguments | bound.arguments.get("kwargs", {})
-        requested, drafter = _option(self, arguments, "ddtree"), is_dflash_drafter(arguments.get("assistant_model"))
-        explicit = kwargs.get("ddtree") not in (None, False)
-        streamer = arguments.get("streamer") if explicit or (requested and drafter) else None
-        call = _Call(explicit, _call.get() is not None, streamer)
+        requested = kwargs.get("ddtree")
+        explicit = requested is not None and requested is not False
+        call = _Call(explicit, _call.get() is not None, kwargs.get("streamer") if explicit else None)
         token = _call.set(call)
         try:
+            bound = signature.bind(self, *args, **kwargs)
+            arguments = bound.arguments | bound.arguments.get("kwargs", {})
+            requested, drafter = (
+                _option(self, arguments, "ddtree"),
+                is_dflash_drafter(arguments.get("assistant_model")),
+            )
+            if explicit or (requested and drafter):
+                call.streamer = arguments.get("streamer")
             if explicit:
                 _check_reaches_the_loop(self, arguments)
+                if (config := arguments.get("generation_config")) is not None:
+                    # Both side by side are deprecated for transformers' own options, and would warn.
+                    config = bound.arguments["generation_config"] = copy.deepcopy(config)
+                    config.ddtree = bound.arguments["kwargs"].pop("ddtree")
             if requested is False and drafter and _option(self, arguments, "speculation_type") != "dflash":
                 bound.arguments["assistant_model"] = None  # whoever holds a drafter may decode without it
             return original(*bound.args, **bound.kwargs)
@@ -179,9 +190,9 @@ def _check_reaches_the_loop(model: Any, arguments: dict[str, Any]) -> None:
 
 def _batch_size(arguments: dict[str, Any]) -> int:
     """The number of prompts, where the prompts are a batch of tensors as `generate` wants them."""
-    for name in ("inputs", "input_ids", "inputs_embeds"):
+    for name, dimensions in (("inputs", 2), ("input_ids", 2), ("inputs_embeds", 3)):
         prompts = arguments.get(name)
-        if isinstance(prompts, torch.Tensor) and prompts.dim() > 1:
+        if isinstance(prompts, torch.Tensor) and prompts.dim() >= dimensions:
             return prompts.shape[0]
     return 1
 
@@ -232,7 +243,7 @@ def _assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
         config = DDTreeConfig.from_value(generation_config.ddtree)
         if config is None or not is_dflash_drafter(kwargs.get("assistant_model")):
             return original(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
-        room = int(generation_config.max_length) - input_ids.shape[1]
+        room = longest(generation_config, stopping_criteria) - input_ids.shape[1]
         check_prompt(kwargs["position_ids"])
         check_cache(kwargs.get(CACHE_KEY))
         check_rope(self, int(kwargs["position_ids"].max()) + 1 + room)

@@ -112,7 +112,7 @@ def device_walk(
     """The walk on tensors: choose at every node, follow the choices, read the path back once."""
     noise = Noise(logits.device) if do_sample else None
     depths = node_depths(ancestors)
-    deepest = min(record.room, logits.shape[1])  # static: no more tokens than that can be committed
+    deepest = max(1, min(record.room, logits.shape[1]))  # static: no more tokens than that can be committed
     choices = choose(logits, depths.clamp(max=deepest - 1), record.input_ids, processors, noise, deepest)
     rows, tokens = follow(choices, tree, ancestors, depths, deepest)
     path = torch.cat([rows, tokens], dim=1)[0].tolist()  # the round's one synchronisation

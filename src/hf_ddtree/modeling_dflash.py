@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache
+from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import DFlashCache
 from transformers.masking_utils import (
     create_bidirectional_mask,
@@ -28,7 +28,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from .compat import CACHE_KEY
-from .configuration_dflash import DFlashConfig
+from .configuration_dflash import DFlashConfig, is_dflash_config_dict
 
 _MASKS: dict[tuple[str, bool], Callable[..., Any]] = {
     ("full_attention", False): create_bidirectional_mask,
@@ -168,6 +168,12 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             ValueError: The config lacks a required value, or the weights do not fit it exactly.
             OSError: The checkpoint has no safetensors file.
         """
+        config_dict, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if not is_dflash_config_dict(config_dict):
+            raise ValueError(
+                f"{pretrained_model_name_or_path} is no DFlash drafter: its model_type is "
+                f"{config_dict.get('model_type')!r}, and nothing in its config.json speaks of DFlash."
+            )
         return_info = kwargs.pop("output_loading_info", False)
         if kwargs.pop("use_safetensors", True) is False:
             raise ValueError("DFlashDraftModel loads safetensors only; convert the checkpoint.")

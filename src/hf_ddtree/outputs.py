@@ -108,6 +108,12 @@ class GenerateDDTreeOutput(CacheAlias, GenerateDecoderOnlyOutput):
     ddtree_stats: DDTreeStats | None = None
 
 
+def longest(generation_config: GenerationConfig, stopping_criteria: StoppingCriteriaList) -> int:
+    """Tokens, prompt included, that a call may have at most; a caller's criterion takes the place of the config's."""
+    lengths = [criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)]
+    return int(min(lengths, default=generation_config.max_length))
+
+
 class GenerationRecord:
     """
     Ids, scores, criteria and streamer, one committed token at a time, in the order of transformers' `_sample`.
@@ -129,7 +135,7 @@ class GenerationRecord:
         config = generation_config
         self.criteria = stopping_criteria
         self.streamer = streamer
-        self.max_length = int(config.max_length)
+        self.max_length = longest(config, stopping_criteria)
         self.length = input_ids.shape[1]
         self._buffer = input_ids.long()  # plain decoding's, too, become int64 with the first token
         self.return_dict = bool(config.return_dict_in_generate)
@@ -234,7 +240,9 @@ class GenerationRecord:
             if whole:
                 self.hidden_states += (outputs.hidden_states,)
             else:
-                self.hidden_states += tuple(tuple(h[:, r : r + 1] for h in outputs.hidden_states) for r in rows)
+                self.hidden_states += tuple(
+                    tuple(None if h is None else h[:, r : r + 1] for h in outputs.hidden_states) for r in rows
+                )
         if self.attentions is not None:
             if not outputs.attentions:  # attention functions without weights give none
                 self.attentions += (outputs.attentions,) * len(rows)

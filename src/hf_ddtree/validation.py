@@ -174,9 +174,9 @@ def _random_parts(model: Any) -> str | None:
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             return "gradient checkpointing"
-        names = ["p"] if isinstance(module, _DropoutNd) else [name for name in vars(module) if "dropout" in name]
+        names = ["p"] if isinstance(module, _DropoutNd) else [n for n in vars(module) if "drop" in n or "jitter" in n]
         if module.training and any(isinstance(p := getattr(module, name), float) and p > 0 for name in names):
-            return "dropout"
+            return "dropout or the like"
     return None
 
 

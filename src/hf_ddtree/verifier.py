@@ -105,6 +105,7 @@ class Verifier:
         self.windows = dict(kinds)  # a kind
         self.step_kwargs: dict[str, Any] = {}  # what the caller passes to each forward besides
         self.step_types: dict[str, torch.Tensor] = {}  # (B, 1) token types, the same for every new token
+        self.plain_only = False  # whether only plain steps see the columns that plain decoding's see
         self.drops_cache = False  # whether the next step has to be a plain one as well
         self.recomputed = False  # whether the rows of the caller's cache have been replaced
 
@@ -133,6 +134,8 @@ class Verifier:
         if (filled := outputs[CACHE_KEY]) is not self.cache:  # Phi-3 takes a new cache beyond its rope switch
             self.cache.load(filled)
             already, self.recomputed = 0, True
+        # Some versions run rows again that the cache has: they mask by a length that is not the cache's.
+        self.plain_only = mask is not None and mask.shape[1] != self.cache.length
         if mask is not None and not bool(mask.all()):
             self.prompt_mask = mask[:, : self.cache.length].to(self.device).bool()
         return outputs, self._features(chunks, self.cache.length - already)
@@ -185,6 +188,8 @@ class Verifier:
             step_kwargs["attention_mask"] = torch.nn.functional.pad(mask, (0, len(since)), value=1)
         inputs = self.model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **step_kwargs)
         if dropped := inputs.get(CACHE_KEY) is None:
+            if getattr(users := model_kwargs.get(CACHE_KEY), "_is_user_defined", False) and not self.recomputed:
+                self.cache.export(users)  # as plain decoding leaves it behind
             self.cache.reset()
             inputs[CACHE_KEY], self.recomputed = self.cache, True
         already = self.cache.length
