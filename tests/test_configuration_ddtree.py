@@ -10,7 +10,7 @@ import pytest
 
 from hf_ddtree import DDTreeConfig
 
-OPTIONS = ["budget", "tree", "max_depth", "record_trees", "record_times"]
+OPTIONS = ["budget", "tree", "max_depth", "execution", "record_trees", "record_times"]
 CONFIGS = [
     DDTreeConfig(),
     DDTreeConfig(budget=1),
@@ -26,6 +26,7 @@ def test_the_defaults_are_a_best_first_tree_of_the_documented_size() -> None:
         "budget": "auto",
         "tree": "best_first",
         "max_depth": None,
+        "execution": "auto",
         "record_trees": False,
         "record_times": False,
     }
@@ -43,6 +44,13 @@ def test_a_number_is_the_number_of_nodes_on_every_device(budget: int) -> None:
 @pytest.mark.parametrize("tree", ["best_first", "chain", "static"])
 def test_trees_are_chosen_by_name(tree: Any) -> None:
     assert DDTreeConfig(tree=tree).tree == tree
+
+
+@pytest.mark.parametrize("execution", ["auto", "captured", "plain"])
+def test_executions_are_chosen_by_name(execution: Any) -> None:
+    assert DDTreeConfig(execution=execution).execution == execution
+    with pytest.raises(ValueError, match="`execution` must be one of auto, captured, plain"):
+        DDTreeConfig(execution=execution.upper())
 
 
 @pytest.mark.parametrize("name", ["budget", "max_depth"])

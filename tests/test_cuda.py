@@ -61,7 +61,8 @@ def test_equal_to_plain(target: PreTrainedModel, options: dict[str, Any], where:
     for budget, hit in ((7, 0.6), (63, 0.85)):
         drafter = tiny_drafter(target, block_size=16).cuda()
         with scripted(expected.sequences, hit):
-            out, state = run(target, ids, 70, assistant_model=drafter, ddtree=DDTreeConfig(budget=budget), **options)
+            config = DDTreeConfig(budget=budget, execution="plain")  # the script drafts on the host
+            out, state = run(target, ids, 70, assistant_model=drafter, ddtree=config, **options)
         assert out.sequences.device.type == where
         assert out.sequences.tolist() == expected.sequences.tolist()
         assert torch.equal(state, expected_state)
@@ -83,6 +84,23 @@ def test_a_drafter_elsewhere_a_static_cache_and_a_second_turn(target: PreTrained
         assert out.sequences.tolist() == expected.sequences.tolist()
 
 
+@pytest.mark.parametrize("execution", ["captured", "auto"])
+@pytest.mark.parametrize(
+    "options", [GREEDY, SAMPLING, {"do_sample": True, "top_k": 0}], ids=["greedy", "warped", "pure"]
+)
+def test_captured_rounds_are_plain_decodings(target: PreTrainedModel, options: dict[str, Any], execution: Any) -> None:
+    drafter = tiny_drafter(target).cuda()
+    config = DDTreeConfig(budget=31, execution=execution)
+    for prompt, new in ((100, 60), (12, 100), (40, 7)):
+        ids = prompt_ids(prompt, seed=new).cuda()
+        expected, expected_state = run(target, ids, new, **options)
+        out, state = run(target, ids, new, assistant_model=drafter, ddtree=config, **options)
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        assert torch.equal(state, expected_state)
+        captured = "phi3" not in target.config.model_type
+        assert out.ddtree_stats.path.startswith(("captured", "compiled")) == captured, out.ddtree_stats.path
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_runs(dtype: torch.dtype) -> None:
     model = tiny_target("qwen3").to("cuda", dtype)
@@ -98,7 +116,7 @@ _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchroniz
 def waits(model: PreTrainedModel, drafter: DFlashDraftModel, new: int, options: dict[str, Any]) -> tuple[int, int]:
     """How often the host waited for the device in one call, and the call's rounds."""
     ids = prompt_ids(30).cuda()
-    call = {"assistant_model": drafter, "ddtree": DDTreeConfig(budget=31)} | options
+    call = {"assistant_model": drafter} | options
     for _ in range(2):
         run(model, ids, new, **call)
     torch.cuda.synchronize()
@@ -107,11 +125,13 @@ def waits(model: PreTrainedModel, drafter: DFlashDraftModel, new: int, options: 
     return sum(event.count for event in recorded.key_averages() if event.key in _WAITS), out.ddtree_stats.rounds
 
 
+@pytest.mark.parametrize("execution", ["captured", "plain"])
 @pytest.mark.parametrize("options", [GREEDY, SAMPLING], ids=["greedy", "warped"])
-def test_a_round_waits_once(options: dict[str, Any]) -> None:
+def test_a_round_waits_once(options: dict[str, Any], execution: Any) -> None:
     """Two calls that differ in their rounds only: what is left is a round's."""
     model = tiny_target("qwen3").cuda()
     drafter = copy.deepcopy(tiny_drafter(model)).cuda()
+    options = options | {"ddtree": DDTreeConfig(budget=31, execution=execution)}
     (short, few), (long, many) = (waits(model, drafter, new, options) for new in (20, 60))
     assert many > few
     assert long - short == many - few

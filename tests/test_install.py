@@ -622,4 +622,4 @@ def test_release_buffers_through_a_compiled_wrapper(drafter: DFlashDraftModel) -
     wrapper = torch.compile(model, backend="eager")
     wrapper.generate(prompt_ids(4), max_new_tokens=4, do_sample=False, assistant_model=drafter, ddtree=True)
     hf_ddtree.release_buffers(wrapper)
-    assert model.__dict__["_hf_ddtree_state"].cache is None
+    assert model.__dict__["_hf_ddtree_state"].buffers is None

@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, Qwen2Config, Stat
 from transformers.cache_utils import DFlashCache
 
 from hf_ddtree import DFlashDraftModel, release_buffers
-from hf_ddtree.target_state import claim, new_cache
+from hf_ddtree.target_state import Buffers, claim
 from hf_ddtree.tree_cache import DraftCache, TreeCache, capacity_for
 from scripted import prompt_ids, tiny_drafter, tiny_target
 
@@ -420,9 +420,9 @@ def generate(target: PreTrainedModel, new: int = 6, **kwargs: Any) -> list[int]:
 
 
 def kept(target: PreTrainedModel) -> TreeCache:
-    cache = target.__dict__[STATE].cache
-    assert isinstance(cache, TreeCache)
-    return cache
+    buffers = target.__dict__[STATE].buffers
+    assert isinstance(buffers, Buffers)
+    return buffers.cache
 
 
 def test_a_later_call_of_the_same_target_finds_its_buffers(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
@@ -502,7 +502,7 @@ def test_released_buffers_are_freed_at_once_and_the_next_call_makes_new_ones(
         assert sum(buffer() is not None for buffer in buffers) == 0
     finally:
         gc.enable()
-    assert target.__dict__[STATE].cache is None
+    assert target.__dict__[STATE].buffers is None
     release_buffers(target)  # nothing there: nothing happens
     assert generate(target, assistant_model=drafter, ddtree=True) == first
 
@@ -539,7 +539,7 @@ def test_a_copy_of_a_used_target_has_a_state_of_its_own(
     before = pointers(kept(target))
     other = duplicate(target)
     if (state := other.__dict__[STATE]) is not None:  # pickles have none
-        assert state.cache is None
+        assert state.buffers is None
         assert state.lock is not target.__dict__[STATE].lock
     assert generate(other, assistant_model=drafter, ddtree=True) == first
     assert not set(pointers(kept(other))) & set(before)
@@ -559,12 +559,12 @@ def test_use_leaves_weights_modules_and_hooks_of_a_target_as_they_were(
     assert inventory() == before
 
 
-def test_a_call_from_inside_another_gets_a_cache_of_its_own(target: PreTrainedModel) -> None:
+def test_a_call_from_inside_another_gets_buffers_of_its_own(target: PreTrainedModel) -> None:
     with claim(target) as outer:
         with claim(target) as inner:
             assert inner is not outer
-            inner.update(*random_rows(3), 0)
-        assert outer.length == 0
+            inner.cache.update(*random_rows(3), 0)
+        assert outer.cache.length == 0
         with claim(target) as another:
             assert another is not outer
         assert target.__dict__[STATE].busy
@@ -574,37 +574,37 @@ def test_a_call_from_inside_another_gets_a_cache_of_its_own(target: PreTrainedMo
 
 def test_after_an_exception_the_cache_is_empty_and_free_again(target: PreTrainedModel) -> None:
     def fail() -> None:
-        with claim(target) as cache:
-            cache.update(*random_rows(3), 0)
-            cache.open_tree(4, torch.device("cpu"))
+        with claim(target) as buffers:
+            buffers.cache.update(*random_rows(3), 0)
+            buffers.cache.open_tree(4, torch.device("cpu"))
             raise KeyError("inside")
 
     with pytest.raises(KeyError, match="inside"):
         fail()
     failed = kept(target)
     assert failed.length == 0 and failed.slots is None
-    with claim(target) as cache:
-        assert cache is failed
+    with claim(target) as buffers:
+        assert buffers.cache is failed
     assert target.__dict__[STATE].lock.acquire(blocking=False)
     target.__dict__[STATE].lock.release()
 
 
-def test_another_thread_does_not_wait_and_gets_a_cache_of_its_own(target: PreTrainedModel) -> None:
-    others: list[TreeCache] = []
+def test_another_thread_does_not_wait_and_gets_buffers_of_its_own(target: PreTrainedModel) -> None:
+    others: list[Buffers] = []
 
     def other() -> None:
-        with claim(target) as cache:
-            others.append(cache)
+        with claim(target) as buffers:
+            others.append(buffers)
 
     thread = threading.Thread(target=other)
-    with claim(target) as cache:
-        cache.update(*random_rows(3), 0)
+    with claim(target) as buffers:
+        buffers.cache.update(*random_rows(3), 0)
         thread.start()
         thread.join(timeout=30)
-        assert len(others) == 1 and others[0] is not cache
-        assert cache.length == 3
+        assert len(others) == 1 and others[0] is not buffers
+        assert buffers.cache.length == 3
     with claim(target) as again:
-        assert again is cache
+        assert again is buffers
 
 
 def test_earlier_rows_of_a_narrower_type_are_promoted() -> None:
@@ -620,7 +620,7 @@ def test_earlier_rows_of_a_narrower_type_are_promoted() -> None:
 def test_a_targets_cache_has_its_layers(family: str) -> None:
     model = tiny_target(family)
     expected = [layer.is_sliding for layer in DynamicCache(config=model.config).layers]
-    cache = new_cache(model)
+    cache = Buffers(model, kept=True).cache
     assert len(cache.layers) == 4
     assert [layer.is_sliding for layer in cache.layers] == cache.is_sliding == expected
     assert not cache.is_compileable

@@ -13,7 +13,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.draft_tree import ancestor_matrix, node_depths
-from hf_ddtree.target_state import new_cache
+from hf_ddtree.target_state import Buffers
 from hf_ddtree.verifier import FeatureTaps, Verifier, decoder_layers, layer_kinds, tree_mask
 from scripted import VOCAB, prompt_ids, tiny_drafter, tiny_target
 
@@ -154,7 +154,7 @@ def target_of(family: str, attention: str = "eager") -> PreTrainedModel:
 
 
 def verifier_of(model: PreTrainedModel, layer_ids: list[int] = TAPS, **output_kwargs: Any) -> Verifier:
-    cache = new_cache(model)
+    cache = Buffers(model, kept=True).cache
     cache.reserve(PROMPT + ROUNDS * (NODES + 1))
     return Verifier(model, layer_ids, cache, output_kwargs)
 

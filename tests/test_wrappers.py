@@ -169,9 +169,9 @@ def test_a_copy_of_an_adapted_model(target: PreTrainedModel, drafter: DFlashDraf
 def test_buffers_are_released_through_an_adapted_model(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
     model = lora(target)
     exact(model, drafter, prompt_ids(8))
-    assert target.__dict__[STATE].cache is not None
+    assert target.__dict__[STATE].buffers is not None
     release_buffers(model)
-    assert target.__dict__[STATE].cache is None
+    assert target.__dict__[STATE].buffers is None
 
 
 VIRTUAL = [
@@ -338,9 +338,10 @@ def assert_idle(target: PreTrainedModel, drafter: Any) -> None:
     assert target._compiled_call_impl is None
     state = target.__dict__[STATE]
     assert not state.lock.locked() and not state.busy and state.uncompiled == 0
-    if state.cache is not None:  # buffers need not outlive an exception
-        assert state.cache.length == 0 and state.cache.slots is None
-        assert not any(bool(layer.keys.any()) for layer in state.cache.layers if layer.is_initialized)
+    if state.buffers is not None:  # buffers need not outlive an exception
+        for cache in (state.buffers.cache, state.buffers.context):
+            assert cache.length == 0 and cache.slots is None
+            assert not any(bool(layer.keys.any()) for layer in cache.layers if layer.is_initialized)
     assert FeatureTaps._current.get() is None
 
 
@@ -491,9 +492,9 @@ def test_a_reader_of_the_stream_is_told_of_an_interruption(
 
 def test_prompts_of_other_lengths_find_the_buffers(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
     exact(target, drafter, prompt_ids(8))
-    cache = target.__dict__[STATE].cache
+    cache = target.__dict__[STATE].buffers.cache
     before = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers]
     for length in (1, 64, 65, 200, 30):
         exact(target, drafter, prompt_ids(length))
-        assert target.__dict__[STATE].cache is cache
+        assert target.__dict__[STATE].buffers.cache is cache
         assert [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers] == before

@@ -47,11 +47,14 @@ class DDTreeCandidateGenerator(CandidateGenerator):
             in evaluation mode, since dropout would draw from the generator that sampling uses.
         config: Tree options.
         max_length: Longest sequence, prompt included; `get_candidates` drafts nothing beyond it.
+        cache: Where the drafter's context goes, empty; one of its own by default.
     """
 
     requires_model_outputs = True
 
-    def __init__(self, target: Any, drafter: Any, config: DDTreeConfig, max_length: int) -> None:
+    def __init__(
+        self, target: Any, drafter: Any, config: DDTreeConfig, max_length: int, cache: DraftCache | None = None
+    ) -> None:
         self.target = target
         self.drafter = drafter
         self.config = config
@@ -62,7 +65,7 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         self.max_depth = min(self.block_size - 1, config.max_depth or self.block_size - 1)
         self.nodes = config.nodes(target.device.type)
         self.model_kwargs_overrides = {"output_hidden_states": compat.hidden_states_request(self.layer_ids)}
-        self.cache = DraftCache.for_config(drafter.config)
+        self.cache = DraftCache.for_config(drafter.config) if cache is None else cache
         self._features: list[torch.Tensor] = []
         self._positions: list[torch.Tensor] = []
 
@@ -73,14 +76,10 @@ class DDTreeCandidateGenerator(CandidateGenerator):
     def propose(
         self, root: torch.Tensor, position: torch.Tensor, depth: int, candidates: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `DraftSource`. NaN and -inf logits come last, +inf first: a broken draft costs speed, never text."""
+        """See `DraftSource`."""
         hidden = self._draft(root, position)[:, 1 : depth + 1]
-        logits = draft_logits(self.target, hidden).float()
-        logits = torch.nan_to_num(
-            logits, nan=float("-inf"), posinf=torch.finfo(torch.float32).max, neginf=float("-inf")
-        )
-        best, token_ids = logits.topk(min(candidates, logits.shape[-1]), dim=-1)  # (B, depth, K)
-        return token_ids.to(root.device), (best - logits.logsumexp(-1, keepdim=True)).to(root.device)
+        token_ids, log_probs = best_candidates(draft_logits(self.target, hidden), candidates)
+        return token_ids.to(root.device), log_probs.to(root.device)
 
     def draft_tree(self, root: torch.Tensor, position: torch.Tensor, depth: int) -> DraftTree:
         """The tree of one round, at most `depth` deep; of no nodes at depth 0, and then nothing is drafted."""
@@ -120,8 +119,11 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         """
         length = int(cache.get_seq_length())
         digest = _digest(input_ids, length) if input_ids.shape[1] == length + 1 else None
-        pending = torch.cat(self._features, dim=1), torch.cat(self._positions, dim=1)
-        cache.__dict__[_CONTEXT] = DraftContext(self.drafter, self.cache, pending, length, digest)
+        rows = DraftCache.for_config(self.drafter.config)
+        rows.load(self.cache)  # the buffers serve the next call
+        cache.__dict__[_CONTEXT] = DraftContext(
+            self.drafter, rows, self._features, self._positions, self.device, length, digest
+        )
 
     def resume(self, cache: Any, input_ids: torch.Tensor) -> None:
         """Take up the context that came with the target's cache, if it is this drafter's and of this very text.
@@ -131,15 +133,16 @@ class DDTreeCandidateGenerator(CandidateGenerator):
             input_ids: `(1, L)`, of the whole text or of the new turn only.
         """
         context = cache.__dict__.get(_CONTEXT)
-        if context is None or context.drafter() is not self.drafter or context.pending[0].dtype != self.dtype:
+        if context is None or context.drafter() is not self.drafter:
             return
-        if context.length != int(cache.get_seq_length()) or context.pending[0].device != self.device:
+        if (context.device, context.length) != (self.device, int(cache.get_seq_length())):
             return
         whole_text = input_ids.shape[1] > context.length
         if whole_text and context.digest is not None and context.digest != _digest(input_ids, context.length):
             return
         self.cache.load(context.cache)
-        self._features, self._positions = ([pending] for pending in context.pending)
+        self._features = [features.to(self.dtype) for features in context.features]
+        self._positions = list(context.positions)
 
     def get_candidates(
         self,
@@ -181,17 +184,27 @@ class DraftContext:
     Args:
         drafter: Whose context it is.
         cache: The rows of what the drafter has seen.
-        pending: Features `(1, P, taps * H)` and positions `(1, P)` of what it has not seen yet.
+        features, positions: What it has not seen yet: `(1, P, taps * H)` and `(1, P)` of each step.
+        device: The drafter's.
         length: Rows of the target's cache that it belongs to.
         digest: Hash of their ids, `None` where the ids were not all known.
     """
 
     def __init__(
-        self, drafter: Any, cache: DraftCache, pending: tuple[torch.Tensor, ...], length: int, digest: bytes | None
+        self,
+        drafter: Any,
+        cache: DraftCache,
+        features: list[torch.Tensor],
+        positions: list[torch.Tensor],
+        device: torch.device,
+        length: int,
+        digest: bytes | None,
     ) -> None:
         self.drafter = weakref.ref(drafter)
         self.cache = cache
-        self.pending = pending
+        self.features = features
+        self.positions = positions
+        self.device = device
         self.length = length
         self.digest = digest
 
@@ -227,6 +240,18 @@ def embed_tokens(target: Any, token_ids: torch.Tensor) -> torch.Tensor:
         embeds: torch.Tensor = embedding(token_ids)
         return embeds
     return torch.nn.functional.embedding(token_ids, embedding.weight)
+
+
+def best_candidates(logits: torch.Tensor, candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best tokens of draft logits `(B, D, V)` and their log-probs in float32, `(B, D, K)` each.
+
+    NaN and -inf come last, +inf first: a broken draft costs speed, never text.
+    """
+    logits = torch.nan_to_num(
+        logits.float(), nan=float("-inf"), posinf=torch.finfo(torch.float32).max, neginf=float("-inf")
+    )
+    best, token_ids = logits.topk(min(candidates, logits.shape[-1]), dim=-1)
+    return token_ids, best - logits.logsumexp(-1, keepdim=True)
 
 
 def draft_logits(target: Any, hidden: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 MAX_BUDGET = 1024
 TREES = ("best_first", "chain", "static")
+EXECUTIONS = ("auto", "captured", "plain")
 
 # Until the budget is learned: a CPU pays for each node in compute, a GPU reads the weights anyway. One less than a
 # multiple of 16, since the root takes a row as well.
@@ -27,6 +28,10 @@ class DDTreeConfig:
             DDTree's most probable prefixes, DFlash's single most probable continuation, or a tree of fixed shape.
         max_depth (`int`, *optional*):
             Deepest node; at most (and by default) the drafter's block size minus one.
+        execution (`"auto"`, `"captured"` or `"plain"`):
+            How rounds run on a GPU: layers compiled and the whole round in one CUDA graph, the graph without
+            compilation (less to wait for in the first call), or one operation after another. `ddtree_stats.path` says
+            how they ran and why.
         record_trees (`bool`):
             Keep each round's tree and accepted path in `ddtree_stats.trees`.
         record_times (`bool`):
@@ -40,6 +45,7 @@ class DDTreeConfig:
     budget: int | Literal["auto"] = "auto"
     tree: Literal["best_first", "chain", "static"] = "best_first"
     max_depth: int | None = None
+    execution: Literal["auto", "captured", "plain"] = "auto"
     record_trees: bool = False
     record_times: bool = False
 
@@ -48,6 +54,8 @@ class DDTreeConfig:
             _check_int("budget", self.budget, 1, MAX_BUDGET, 'an int or "auto"')
         if self.tree not in TREES:
             raise ValueError(f"ddtree: `tree` must be one of {', '.join(TREES)}, got {self.tree!r}.")
+        if self.execution not in EXECUTIONS:
+            raise ValueError(f"ddtree: `execution` must be one of {', '.join(EXECUTIONS)}, got {self.execution!r}.")
         if self.max_depth is not None:
             _check_int("max_depth", self.max_depth, 1, MAX_BUDGET, "an int or None")
         for name in ("record_trees", "record_times"):

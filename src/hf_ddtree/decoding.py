@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from .candidate_generator import DDTreeCandidateGenerator
 from .compat import CACHE_KEY, decoder_only_output
+from .compiled import Step, find_step, why_not_captured
 from .configuration_ddtree import DDTreeConfig
-from .draft_tree import ancestor_matrix
+from .draft_tree import DraftTree, ancestor_matrix
 from .logits_process import commit_next, walk
 from .outputs import DDTreeStats, GenerateDDTreeOutput, GenerationRecord, PlainColumns, ended
 from .rope import RopeSwitch
-from .target_state import claim
+from .target_state import Buffers, claim
 from .validation import check_batch
 from .verifier import Verifier
 
@@ -53,9 +55,10 @@ def ddtree_decoding(
     stats = DDTreeStats()
     users_cache = model_kwargs.get(CACHE_KEY)
 
-    with ended(streamer), claim(model) as cache:
+    with ended(streamer), claim(model) as buffers:
         check_batch(input_ids.shape[0])
-        source = DDTreeCandidateGenerator(model, assistant_model, config, record.max_length)
+        cache, context = buffers.cache, buffers.context_of(assistant_model)
+        source = DDTreeCandidateGenerator(model, assistant_model, config, record.max_length, context)
         with closing(Verifier(model, source.layer_ids, cache, model_kwargs, input_ids.device)) as verifier:
             rope = RopeSwitch(verifier.config)
             timed = functools.partial(stats.time, device=verifier.device if config.record_times else None)
@@ -72,20 +75,26 @@ def ddtree_decoding(
             rope.crossed(record.length - 1, positions[..., -1:])
             position = positions[..., -1:] + 1  # the bonus token's, root of the first tree
             del outputs, features
+            if not stop:
+                tree, plain = draft(source, verifier, rope, record, position, timed)
+                reason = why_not_captured(
+                    buffers, source, verifier, rope, record, logits_processor, do_sample, position, synced_gpus
+                )
+                if reason is None:
+                    tree, position, stop = captured_rounds(
+                        buffers, source, verifier, record, logits_processor, do_sample, tree, position, stats, timed
+                    )
+                else:
+                    stats.path = f"plain: {reason}"
 
             while model._has_unfinished_sequences(stop, synced_gpus, device=record.input_ids.device):
                 root = record.last_token.to(verifier.device)
                 if stop:  # another rank still decodes, and its forwards need ours
                     verifier.idle(root, position)
                     continue
-                # Draft a block, and build the tree from its distributions.
-                with timed("draft"):
-                    plain = rope.crossed(record.length, position) or verifier.drops_cache or verifier.plain_only
-                    depth = 0 if plain else min(record.room - 1, rope.room(record.length, position))
-                    tree = source.draft_tree(root, position.view(-1, 1)[:1], depth)
-                    ancestors = ancestor_matrix(tree.parents, tree.depths)
-                # Verify it in one forward.
+                # Verify the tree in one forward.
                 with timed("verify"):
+                    ancestors = ancestor_matrix(tree.parents, tree.depths)
                     if plain:
                         verified = verifier.plain_step(record.input_ids, position, model_kwargs)
                         columns = plain_columns(verifier, users_cache)
@@ -103,6 +112,9 @@ def ddtree_decoding(
                     source.append(features, (position + steps).view(-1, len(rows))[:1])
                 position = position + len(rows)
                 stats.add_round(source.nodes, root, tree, rows, keep_tree=config.record_trees)
+                # Draft the next block, and build the tree from its distributions.
+                if not stop:
+                    tree, plain = draft(source, verifier, rope, record, position, timed)
 
         if verifier.recomputed:  # what the caller's cache holds belongs to another text now
             users_cache = DynamicCache(config=verifier.config)
@@ -124,6 +136,60 @@ def ddtree_decoding(
         ddtree_stats=stats,
     )
     return output
+
+
+def draft(
+    source: DDTreeCandidateGenerator,
+    verifier: Verifier,
+    rope: RopeSwitch,
+    record: GenerationRecord,
+    position: torch.Tensor,
+    timed: Callable[[str], AbstractContextManager[None]],
+) -> tuple[DraftTree, bool]:
+    """The tree behind the bonus token, and whether one plain step is due instead (then it has no nodes)."""
+    with timed("draft"):
+        plain = rope.crossed(record.length, position) or verifier.drops_cache or verifier.plain_only
+        depth = 0 if plain else min(record.room - 1, rope.room(record.length, position))
+        root = record.last_token.to(verifier.device)
+        return source.draft_tree(root, position.view(-1, 1)[:1], depth), plain
+
+
+def captured_rounds(
+    buffers: Buffers,
+    source: DDTreeCandidateGenerator,
+    verifier: Verifier,
+    record: GenerationRecord,
+    processors: LogitsProcessorList,
+    do_sample: bool,
+    tree: DraftTree,
+    position: torch.Tensor,
+    stats: DDTreeStats,
+    timed: Callable[[str], AbstractContextManager[None]],
+) -> tuple[DraftTree, torch.Tensor, bool]:
+    """The rounds of `Step`, until generation ends or a step cannot be had.
+
+    Returns:
+        The tree and the position of the next root, and whether generation ended.
+    """
+    stop, step = False, None
+    root = record.last_token.to(verifier.device)
+    while not stop:
+        if step is None or not step.fits():
+            begin = functools.partial(
+                Step.begin, root=root, position=position, tree=tree, prompt_mask=verifier.prompt_mask
+            )
+            step, stats.path = find_step(buffers, source, processors, do_sample, record.room, begin)
+            if step is None:
+                break
+        drafted = DraftTree(*(field.clone() for field in step.tree)) if source.config.record_trees else step.tree
+        bonus = record.last_token
+        with timed("round"):
+            outcome = step.run()
+        count, stop = record.commit_path(outcome.token_ids, outcome.tokens)
+        step.commit(count)
+        stats.add_round(source.nodes, bonus, drafted, outcome.rows[:count], keep_tree=source.config.record_trees)
+        root, position, tree = step.root, step.position, step.tree
+    return tree, position, stop
 
 
 def plain_columns(verifier: Verifier, users_cache: Any) -> PlainColumns:

@@ -16,6 +16,9 @@ from transformers.generation.logits_process import LogitsProcessorList
 from .draft_tree import DraftTree, node_depths
 from .outputs import GenerationRecord
 
+# What a draw of a row adds to a CUDA generator's offset, for rows of up to some million entries.
+_CUDA_DRAW = 4
+
 # Processors that look at one row of scores and nothing else.
 _ROW_WISE = (
     stock.TemperatureLogitsWarper,
@@ -111,6 +114,8 @@ def device_walk(
 ) -> Walk:
     """The walk on tensors: choose at every node, follow the choices, read the path back once."""
     noise = Noise(logits.device) if do_sample else None
+    if noise is not None:
+        noise.begin()
     depths = node_depths(ancestors)
     deepest = max(1, min(record.room, logits.shape[1]))  # static: no more tokens than that can be committed
     choices = choose(logits, depths.clamp(max=deepest - 1), record.input_ids, processors, noise, deepest)
@@ -174,30 +179,33 @@ class Noise:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        if device.type == "cuda":
+        self.on_cuda = device.type == "cuda"
+        if self.on_cuda:
             index = torch.cuda.current_device() if device.index is None else device.index
             self.generator = torch.cuda.default_generators[index]
         else:
             self.generator = torch.default_generator
-        self._states: list[Any] = []
+        self._start: Any = None
+        self._states: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        """Note where a round's draws start. Not while a graph is captured."""
+        # A CUDA generator's offset is a number on the host; its whole state would be copied.
+        self._start = self.generator.get_offset() if self.on_cuda else self.generator.get_state()
+        self._states = []
 
     def draw(self, rows: int, vocabulary: int) -> torch.Tensor:
         """`(rows, V)` float32, drawn row after row."""
         drawn = []
         for _ in range(rows):
-            self._states.append(self._state())
             drawn.append(torch.empty(1, vocabulary, device=self.device).exponential_(1, generator=self.generator))
-        self._states.append(self._state())
+            if not self.on_cuda:
+                self._states.append(self.generator.get_state())
         return torch.cat(drawn)
 
     def give_back(self, used: int) -> None:
-        """Set the generator to its state after the first `used` rows."""
-        state = self._states[used]
-        if isinstance(state, int):
-            self.generator.set_offset(state)
+        """Set the generator to its state after the first `used` rows of the round."""
+        if self.on_cuda:
+            self.generator.set_offset(self._start + used * _CUDA_DRAW)
         else:
-            self.generator.set_state(state)
-
-    def _state(self) -> Any:
-        # A CUDA generator's offset is a number on the host; its whole state would be copied.
-        return self.generator.get_offset() if self.device.type == "cuda" else self.generator.get_state()
+            self.generator.set_state(self._states[used - 1] if used else self._start)

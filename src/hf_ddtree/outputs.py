@@ -42,15 +42,16 @@ class DDTreeStats:
         acceptance_lengths: Tokens committed in each round, bonus token included (the paper's tau).
         node_counts: Nodes verified in each round, root excluded.
         budgets: The budget of each round.
-        path: How rounds ran, and why: "captured", "compiled" or "plain", then the reason.
-        times: Seconds by stage over all rounds, when asked for (`record_times`).
+        path: How rounds ran: compiled or captured in one CUDA graph, or "plain" launches of one operation at a time
+            and why.
+        times: Seconds by stage over all rounds, when asked for (`record_times`); a captured round is one stage.
         trees: Each round's tree, when asked for (`record_trees`).
     """
 
     acceptance_lengths: list[int] = field(default_factory=list)
     node_counts: list[int] = field(default_factory=list)
     budgets: list[int] = field(default_factory=list)
-    path: str = "plain launches: one operation at a time"
+    path: str = "plain: no round was needed"
     times: dict[str, float] = field(default_factory=dict)
     trees: list[RoundTree] = field(default_factory=list)
 

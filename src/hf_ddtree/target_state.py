@@ -1,16 +1,44 @@
-"""What the library keeps on a target between calls: a lock and the cache's buffers."""
+"""What the library keeps on a target between calls: a lock, and the buffers and captured steps of the last ones."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .tree_cache import TreeCache
+from .tree_cache import DraftCache, TreeCache
 
 _ATTRIBUTE = "_hf_ddtree_state"
 _creating = threading.Lock()
+
+
+class Buffers:
+    """What a call writes to: rows of the target and of a drafter's context, and the steps captured over them.
+
+    Args:
+        model: The target.
+        kept: Whether later calls will use them again.
+    """
+
+    def __init__(self, model: Any, kept: bool) -> None:
+        self.kept = kept
+        self.cache = TreeCache.for_config(model.config.get_text_config(decoder=True))
+        self.context = DraftCache([])
+        self.steps: dict[Any, Any] = {}
+        self._drafter: weakref.ref[Any] | None = None
+
+    def context_of(self, drafter: Any) -> DraftCache:
+        """The rows of a drafter's context; another drafter than the last call's gets new ones."""
+        if self._drafter is None or self._drafter() is not drafter:
+            self._drafter, self.context = weakref.ref(drafter), DraftCache.for_config(drafter.config)
+            self.steps.clear()
+        return self.context
+
+    def reset(self) -> None:
+        self.cache.reset()
+        self.context.reset()
 
 
 class TargetState:
@@ -19,7 +47,7 @@ class TargetState:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.busy = False
-        self.cache: TreeCache | None = None
+        self.buffers: Buffers | None = None
         self.uncompiled = 0  # calls that need the uncompiled forward now
         self.compiled: Any = None  # what they put aside
 
@@ -39,23 +67,23 @@ def state_of(model: Any) -> TargetState:
 
 
 @contextmanager
-def claim(model: Any) -> Iterator[TreeCache]:
-    """The target's empty cache. A call beside or inside another does not wait: it gets a cache of its own."""
+def claim(model: Any) -> Iterator[Buffers]:
+    """The target's empty buffers. A call beside or inside another does not wait: it gets buffers of its own."""
     state = state_of(model)
     with state.lock:
         first, state.busy = not state.busy, True
     if not first:
-        yield new_cache(model)
+        yield Buffers(model, kept=False)
         return
     try:
-        if state.cache is None:
-            state.cache = new_cache(model)
-        state.cache.reset()  # should the last call have been interrupted in doing so
-        yield state.cache
+        if state.buffers is None:
+            state.buffers = Buffers(model, kept=True)
+        state.buffers.reset()  # should the last call have been interrupted in doing so
+        yield state.buffers
     finally:
         try:
-            if state.cache is not None:
-                state.cache.reset()
+            if state.buffers is not None:
+                state.buffers.reset()
         finally:
             state.busy = False
 
@@ -78,11 +106,7 @@ def uncompiled(model: Any) -> Iterator[None]:
 
 
 def release_buffers(model: Any) -> None:
-    """Free the cache buffers that earlier `ddtree` calls left on `model` for later ones."""
+    """Free the buffers and captured graphs that earlier `ddtree` calls left on `model` for later ones."""
     for module in model.modules():  # what torch.compile or an adapter wraps is one of them
         if module.__dict__.get(_ATTRIBUTE) is not None:
-            state_of(module).cache = None
-
-
-def new_cache(model: Any) -> TreeCache:
-    return TreeCache.for_config(model.config.get_text_config(decoder=True))
+            state_of(module).buffers = None

@@ -26,12 +26,36 @@ def capacity_for(rows: int) -> int:
 
 @dataclass
 class RowPlan:
-    """What all layers of a cache share: where the next rows go, and how many fit."""
+    """What all layers of a cache share: where the next rows go, how many fit, and the memory of those alike."""
 
     capacity: int
+    layers: int
+    stack: torch.Tensor | None = None  # (layers, 2, B, heads, capacity, head_dim)
     slots: torch.Tensor | None = None  # (B, N) while a tree is open
     view: int = 0  # rows that attention reads while a tree is open
     written: int = 0  # rows that may hold something
+
+    def buffers(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Empty buffers for rows like these, of the layer at `place`; in the stack if like the first layer's."""
+        shape = torch.Size((self.layers, 2, *keys.shape[:2], self.capacity, keys.shape[-1]))
+        if values.shape[-1] == keys.shape[-1] and values.dtype == keys.dtype:
+            if place == 0 and not _alike(self.stack, shape, keys):
+                self.stack = _empty(shape, keys)
+            if self.stack is not None and _alike(self.stack, shape, keys):
+                return self.stack[place, 0].zero_(), self.stack[place, 1].zero_()
+        own = (*keys.shape[:2], self.capacity)
+        return _empty((*own, keys.shape[-1]), keys), _empty((*own, values.shape[-1]), values)
+
+
+def _alike(stack: torch.Tensor | None, shape: torch.Size, rows: torch.Tensor) -> bool:
+    return stack is not None and (stack.shape, stack.dtype, stack.device) == (shape, rows.dtype, rows.device)
+
+
+def _empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    # Zeros, not empty: masked rows are read too, and 0 * NaN would get through a softmax. Ordinary tensors even in
+    # inference mode, since a later call may write to them outside of it.
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
 
 class TreeLayer(CacheLayerMixin):
@@ -44,23 +68,18 @@ class TreeLayer(CacheLayerMixin):
     is_croppable = True
     is_compileable = False
 
-    def __init__(self, plan: RowPlan, is_sliding: bool) -> None:
+    def __init__(self, plan: RowPlan, place: int, is_sliding: bool) -> None:
         super().__init__()
         self.plan = plan
+        self.place = place
         self.is_sliding = is_sliding
         self.rows = 0  # rows written one after another, committed or (a prompt's) about to be
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = self._empty(key_states), self._empty(value_states)
-        self.is_initialized = True
-
-    def _empty(self, like: torch.Tensor) -> torch.Tensor:
-        # Zeros, not empty: masked rows are read too, and 0 * NaN would get through a softmax. Ordinary tensors even in
-        # inference mode, since a later call may write to them outside of it.
-        shape = (*like.shape[:2], self.plan.capacity, like.shape[-1])
         with torch.inference_mode(False):
-            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+            self.keys, self.values = self.plan.buffers(self.place, key_states, value_states)
+        self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -90,8 +109,14 @@ class TreeLayer(CacheLayerMixin):
         _scatter_rows(self.keys, slots, key_states)
         _scatter_rows(self.values, slots, value_states)
 
-    def keep(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Move the rows at slots `source (B, P)` to slots `target (B, P)`."""
+    @property
+    def in_stack(self) -> bool:
+        """Whether its buffers are part of the memory that layers alike share."""
+        stack = self.plan.stack
+        return stack is not None and self.keys.data_ptr() == stack[self.place, 0].data_ptr()
+
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy the rows at slots `source (B, P)` to slots `target (B, P)`."""
         for buffer in (self.keys, self.values):
             index = source.to(self.device)[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
             _scatter_rows(buffer, target.to(self.device), buffer.gather(2, index))
@@ -99,11 +124,10 @@ class TreeLayer(CacheLayerMixin):
     def grow(self) -> None:
         """Move to buffers of the owner's capacity."""
         if self.is_initialized and self.keys.shape[2] < self.plan.capacity:
-            for name in ("keys", "values"):
-                old = getattr(self, name)
-                new = self._empty(old)
-                new[:, :, : self.rows] = old[:, :, : self.rows]
-                setattr(self, name, new)
+            old = self.keys, self.values
+            self.lazy_initialization(*old)
+            for new, rows in zip((self.keys, self.values), old, strict=True):
+                new[:, :, : self.rows] = rows[:, :, : self.rows]
 
     def _promote(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Bring committed rows to the type of wider new ones, as concatenating them would."""
@@ -111,7 +135,7 @@ class TreeLayer(CacheLayerMixin):
             buffer = getattr(self, name)
             dtype = torch.promote_types(buffer.dtype, rows.dtype)
             if buffer.dtype != dtype or buffer.device != rows.device:
-                wider = self._empty(rows[:, :, :0].to(dtype))
+                wider = _empty((*rows.shape[:2], self.plan.capacity, rows.shape[-1]), rows[:, :, :0].to(dtype))
                 wider[:, :, : self.rows] = buffer[:, :, : self.rows]
                 setattr(self, name, wider)
                 self.dtype, self.device = dtype, rows.device
@@ -163,8 +187,8 @@ class TreeCache(Cache):
     """
 
     def __init__(self, sliding: Sequence[bool], capacity: int = _MIN_CAPACITY) -> None:
-        self.plan = RowPlan(capacity)
-        super().__init__(layers=[TreeLayer(self.plan, is_sliding) for is_sliding in sliding])
+        self.plan = RowPlan(capacity, len(sliding))
+        super().__init__(layers=[TreeLayer(self.plan, i, is_sliding) for i, is_sliding in enumerate(sliding)])
 
     @classmethod
     def for_config(cls: type[_CacheT], config: Any) -> _CacheT:
@@ -189,7 +213,7 @@ class TreeCache(Cache):
     @property
     def length(self) -> int:
         """Committed rows."""
-        return max(layer.rows for layer in self.layers)
+        return max((layer.rows for layer in self.layers), default=0)
 
     def reserve(self, rows: int) -> None:
         """Make room for `rows` rows, keeping what is committed."""
@@ -224,17 +248,31 @@ class TreeCache(Cache):
             path: The same as a tensor `(B, P)` where the slots are: to make it here would wait for the device.
         """
         assert self.slots is not None
-        length = self.length
         if list(rows) != list(range(len(rows))):  # else they already lie where they belong
-            source = self.slots.gather(1, path)
-            target = self.slots[:, : len(rows)]
-            for layer in self.layers:
-                if layer.is_initialized:
-                    layer.keep(source, target)
+            self.move(self.slots.gather(1, path), self.slots[:, : len(rows)])
+        self.commit(len(rows))
+
+    def commit(self, rows: int) -> None:
+        """Count the next `rows` rows as committed, and close the tree."""
+        length = self.length
         for layer in self.layers:
             if layer.is_initialized:
-                layer.rows = length + len(rows)
+                layer.rows = length + rows
         self.plan.slots = None
+
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy the rows at slots `source (B, P)` to slots `target (B, P)`, in all layers."""
+        stack = self.plan.stack
+        if stack is not None and all(layer.is_initialized and layer.in_stack for layer in self.layers):
+            # Indexing kernels count bytes in 32 bits.
+            for part in stack.split(max(1, 2**31 // (stack[0].numel() * stack.element_size() + 1))):
+                shape = (*part.shape[:4], source.shape[1], part.shape[5])
+                rows = part.gather(4, source[None, None, :, None, :, None].expand(shape))
+                part.scatter_(4, target[None, None, :, None, :, None].expand(shape), rows)
+            return
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.move(source, target)
 
     def reset(self) -> None:
         """Forget all rows, keep the buffers (cleared)."""

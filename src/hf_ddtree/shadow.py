@@ -1,0 +1,143 @@
+"""Shadows of models: modules of their own over the same weights, with another attention and compiled layers.
+
+What has to differ for captured rounds is so never seen by the models' other users.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .attention import tree_attention
+
+ATTENTION = "hf_ddtree"
+
+
+class Rows(NamedTuple):
+    """What an attention layer of a shadow reads and writes: its cache rows, and the round that all layers share."""
+
+    keys: torch.Tensor  # (B, heads, S, D)
+    values: torch.Tensor
+    length: torch.Tensor  # (B,)
+    committed: torch.Tensor  # (B, S) bool, see `tree_attention`
+    visible: torch.Tensor  # (B, Q, C) bool
+    depths: torch.Tensor  # (B, Q)
+    column_depths: torch.Tensor  # (B, C)
+    window: int | None
+
+
+# A compiler that saw the rows would copy them in order to change them: it gets a number instead, in a tensor on the
+# host, since it would compile anew for each number that it can read.
+_ROWS: dict[int, Rows] = {}
+_numbers = itertools.count()
+
+
+@torch.library.custom_op("hf_ddtree::attend", mutates_args=())
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    number: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    rows = _ROWS[int(number)]
+    return tree_attention(
+        query, key, value, rows.keys, rows.values, rows.length, rows.visible, rows.depths, rows.column_depths,
+        rows.committed, scaling, rows.window, softcap, sinks,
+    )  # fmt: skip
+
+
+@_attend.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface over a shadow's rows, whose masks stand in them."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _attend(query, key, value, module.hf_ddtree_rows, scaling, softcap, s_aux), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *args, **kwargs: None)
+
+
+def shadow(model: Any) -> Any:
+    """The same module tree over the same parameters, with hooks and configs of its own."""
+    modules: dict[int, nn.Module] = {}
+    configs: dict[int, Any] = {}
+
+    def config_of(config: Any) -> Any:
+        if id(config) not in configs:
+            configs[id(config)] = own = copy.copy(config)
+            own._attn_implementation_internal = ATTENTION
+        return configs[id(config)]
+
+    def copied(module: nn.Module) -> nn.Module:
+        if id(module) not in modules:
+            twin = modules[id(module)] = module.__class__.__new__(module.__class__)
+            twin.__dict__ = {
+                name: config_of(value) if name == "config" else value
+                for name, value in vars(module).items()
+                if name not in ("_compiled_call_impl", "forward")
+            }
+            twin.__dict__["_modules"] = {
+                name: child if child is None else copied(child) for name, child in module._modules.items()
+            }
+            for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+                twin.__dict__[hooks] = OrderedDict()
+            twin.__dict__["_compiled_call_impl"] = None
+        return modules[id(module)]
+
+    return copied(model)
+
+
+def compile_layers(layers: Iterable[nn.Module], rows: int) -> None:
+    """Compile a shadow's layers for inputs of `rows` rows, once for all that are alike."""
+    for layer in layers:
+        kind: Any = type(layer)
+        layer.__dict__["forward"] = functools.partial(_compiled_forward(kind, rows), layer)
+
+
+@functools.cache
+def _compiled_forward(kind: Any, rows: int) -> Callable[..., Any]:
+    def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return kind.forward(layer, *args, **kwargs)
+
+    # A code object of its own: what is compiled for one size does not count against the limit of another.
+    own = FunctionType(
+        forward.__code__.replace(), forward.__globals__, f"forward_of_{rows}", closure=forward.__closure__
+    )
+    return torch.compile(own, dynamic=False, fullgraph=True)
+
+
+def give_rows(owner: Any, layer: nn.Module, rows: Rows) -> None:
+    """Let a shadow's layer attend to these rows, as long as `owner` lives."""
+    number = next(_numbers)
+    _ROWS[number] = rows
+    weakref.finalize(owner, _ROWS.pop, number)
+    for module in layer.modules():
+        module.__dict__["hf_ddtree_rows"] = torch.tensor(number, device="cpu")

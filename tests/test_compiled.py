@@ -1,0 +1,252 @@
+"""Rounds as steps of fixed shapes: on a CPU the same step runs without a graph around it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from hf_ddtree import DDTreeConfig, compiled, decoding, release_buffers, shadow
+from hf_ddtree.compat import CACHE_KEY
+from scripted import prompt_ids, tiny_drafter, tiny_target
+
+GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9}
+
+
+@pytest.fixture
+def stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps on a CPU, neither compiled nor captured."""
+    monkeypatch.setattr(decoding, "why_not_captured", lambda *args: None)
+    monkeypatch.setattr(compiled.Step, "capture", lambda self: None)
+    monkeypatch.setattr(compiled.Step, "compile", lambda self: None)
+
+
+def run(model: Any, ids: torch.Tensor, new: int, **options: Any) -> tuple[Any, torch.Tensor]:
+    torch.manual_seed(5)
+    out = model.generate(ids, max_new_tokens=new, return_dict_in_generate=True, **options)
+    return out, torch.get_rng_state()
+
+
+@pytest.mark.usefixtures("stepped")
+@pytest.mark.parametrize("family", ["llama", "qwen2_mixed", "qwen3", "mistral"])
+@pytest.mark.parametrize("options", [GREEDY, SAMPLING], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("prompt", [1, 30])
+def test_equal_to_plain(family: str, options: dict[str, Any], prompt: int) -> None:
+    model = tiny_target(family)
+    drafter = tiny_drafter(model)
+    ids = prompt_ids(prompt)
+    expected, state = run(model, ids, 40, **options)
+    out, after = run(model, ids, 40, assistant_model=drafter, ddtree=DDTreeConfig(budget=9), **options)
+    assert out.ddtree_stats.path.startswith("compiled")
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert torch.equal(after, state)
+
+
+@pytest.mark.usefixtures("stepped")
+@pytest.mark.parametrize("family", ["llama", "qwen2_mixed", "mistral"])
+@pytest.mark.parametrize("tree", ["best_first", "chain", "static"])
+def test_drafts_what_the_plain_loop_drafts(family: str, tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_target(family)
+    drafter = tiny_drafter(model, layer_types=["full_attention", "sliding_attention"], sliding_window=9)
+    config = DDTreeConfig(budget=20, tree=tree, record_trees=True)
+    call = GREEDY | {"assistant_model": drafter, "ddtree": config}
+    out, _ = run(model, prompt_ids(30), 40, **call)
+    monkeypatch.undo()
+    expected, _ = run(model, prompt_ids(30), 40, **call)
+    assert expected.ddtree_stats.path != out.ddtree_stats.path
+    rounds = zip(out.ddtree_stats.trees, expected.ddtree_stats.trees, strict=True)
+    for step, plain in rounds:
+        nodes = plain.tree.token_ids.shape[1]
+        assert step.root == plain.root
+        if nodes and int(plain.tree.depths.max()) == 7:  # near the end the plain loop drafts less deep
+            assert torch.equal(step.tree.token_ids[:, :nodes], plain.tree.token_ids)
+            assert torch.equal(step.tree.parents[:, :nodes], plain.tree.parents)
+            torch.testing.assert_close(step.tree.log_probs[:, :nodes], plain.tree.log_probs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture
+def knowing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Steps whose drafts know the text, with the right token first, second or third."""
+
+    def use(text: torch.Tensor) -> None:
+        known, at = text[0].tolist(), [0]
+        original = compiled.Step._draft
+
+        def draft(self: compiled.Step, features: Any, count: torch.Tensor, positions: Any) -> torch.Tensor:
+            at[0] = int(self.position + count) + 1
+            return original(self, features, count, positions)
+
+        def candidates(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+            rows = [list(range(4, 4 + width)) for _ in range(logits.shape[1])]
+            for depth, row in enumerate(rows):
+                if at[0] + depth < len(known):
+                    row[(at[0] + depth) % 3] = known[at[0] + depth]
+            log_probs = torch.log_softmax(-torch.arange(width, dtype=torch.float32), 0)
+            return torch.tensor([rows]), log_probs.expand(1, len(rows), width)
+
+        monkeypatch.setattr(compiled.Step, "_draft", draft)
+        monkeypatch.setattr(compiled, "best_candidates", candidates)
+
+    return use
+
+
+@pytest.mark.usefixtures("stepped")
+@pytest.mark.parametrize("options", [GREEDY, SAMPLING], ids=["greedy", "sampled"])
+def test_paths_are_kept_and_buffers_used_again(knowing: Any, options: dict[str, Any]) -> None:
+    model = tiny_target("qwen3")
+    drafter = tiny_drafter(model)
+    texts = [run(model, prompt_ids(prompt), new, **options) for prompt, new in ((30, 60), (7, 100), (200, 40))]
+    built: list[Any] = []
+    for (expected, state), prompt in zip(texts, (30, 7, 200), strict=True):
+        knowing(expected.sequences)
+        new = expected.sequences.shape[1] - prompt
+        out, after = run(
+            model, prompt_ids(prompt), new, assistant_model=drafter, ddtree=DDTreeConfig(budget=63), **options
+        )
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        assert torch.equal(after, state)
+        assert out.ddtree_stats.mean_acceptance_length > 2
+        built.append(list(model.__dict__["_hf_ddtree_state"].buffers.steps.values()))
+    assert built[0][-1] is built[1][-1]  # of whatever length
+
+
+def test_layers_alike_are_compiled_once(stepped: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each size: not for each layer, nor again for another call."""
+    monkeypatch.undo()
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    shadow._compiled_forward.cache_clear()
+    monkeypatch.setattr(shadow.torch, "compile", functools.partial(torch.compile, backend=counter))
+    monkeypatch.setattr(decoding, "why_not_captured", lambda *args: None)
+    monkeypatch.setattr(compiled.Step, "capture", lambda self: None)
+    model = tiny_target("qwen3")
+    drafter = tiny_drafter(model)
+    for budget, graphs in ((9, 2), (9, 2), (20, 3)):  # the target's layer and the drafter's, then the target's again
+        ids = prompt_ids(20, seed=budget)
+        expected, _ = run(model, ids, 30, **GREEDY)
+        out, _ = run(model, ids, 30, assistant_model=drafter, ddtree=DDTreeConfig(budget=budget), **GREEDY)
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        assert counter.frame_count == graphs
+    shadow._compiled_forward.cache_clear()
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("stepped")
+@pytest.mark.parametrize("options", [GREEDY, SAMPLING], ids=["greedy", "sampled"])
+def test_a_capture_that_fails_leaves_the_rounds_to_plain_launches(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    def fail(self: compiled.Step) -> None:
+        tries.append(self.round())  # as far as it came
+        raise torch.OutOfMemoryError("no room\nfor details")
+
+    monkeypatch.setattr(compiled.Step, "capture", fail)
+    monkeypatch.setattr(compiled, "_release", lambda device: None)
+    model = tiny_target("qwen3")
+    drafter = tiny_drafter(model)
+    for _ in range(2):
+        expected, state = run(model, prompt_ids(20), 30, **options)
+        out, after = run(model, prompt_ids(20), 30, assistant_model=drafter, ddtree=True, **options)
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        assert torch.equal(after, state)
+        assert out.ddtree_stats.path == "plain: the capture failed (OutOfMemoryError: no room)"
+    assert len(tries) == 1  # the second call knows
+
+
+@pytest.mark.usefixtures("stepped")
+def test_what_cannot_be_compiled_is_captured_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: compiled.Step) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(compiled.Step, "compile", fail)
+    monkeypatch.setattr(compiled, "_release", lambda device: None)
+    model = tiny_target("qwen3")
+    expected, state = run(model, prompt_ids(20), 30, **SAMPLING)
+    out, after = run(model, prompt_ids(20), 30, assistant_model=tiny_drafter(model), ddtree=True, **SAMPLING)
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert torch.equal(after, state)
+    assert out.ddtree_stats.path == "captured in one CUDA graph (not compiled: RuntimeError: no compiler)"
+
+
+@pytest.mark.usefixtures("stepped")
+def test_a_step_serves_a_turn_that_goes_on_and_leaves_the_drafters_context() -> None:
+    model = tiny_target("qwen2_mixed")
+    drafter = tiny_drafter(model)
+    call = GREEDY | {"assistant_model": drafter, "ddtree": DDTreeConfig(budget=15), "pad_token_id": None}
+    first, _ = run(model, prompt_ids(12), 20, **call)
+    ids = torch.cat([first.sequences, prompt_ids(6, seed=1)], dim=1)
+    whole, _ = run(model, ids, 20, **call)
+    second, _ = run(model, ids, 20, **call, **{CACHE_KEY: first[CACHE_KEY]})
+    assert second.sequences.tolist() == whole.sequences.tolist()
+    assert second.ddtree_stats.acceptance_lengths == whole.ddtree_stats.acceptance_lengths
+    assert second[CACHE_KEY].get_seq_length() == second.sequences.shape[1] - 1
+
+
+@pytest.mark.usefixtures("stepped")
+def test_rows_are_forgotten_with_their_step() -> None:
+    model = tiny_target("llama")
+    gc.collect()
+    before = len(shadow._ROWS)
+    run(model, prompt_ids(5), 9, assistant_model=tiny_drafter(model), ddtree=True, **GREEDY)
+    assert len(shadow._ROWS) == before + 6
+    release_buffers(model)
+    gc.collect()
+    assert len(shadow._ROWS) == before
+
+
+@pytest.mark.usefixtures("stepped")
+def test_weights_that_moved_get_another_step_and_weights_changed_in_place_do_not() -> None:
+    model = tiny_target("llama")
+    drafter = tiny_drafter(model)
+    call = GREEDY | {"assistant_model": drafter, "ddtree": True}
+    run(model, prompt_ids(5), 9, **call)
+    steps = model.__dict__["_hf_ddtree_state"].buffers.steps
+    (first,) = steps.values()
+    for change, same in ((lambda p: p.data.mul_(1.1), True), (lambda p: setattr(p, "data", p.data * 1.1), False)):
+        for parameter in model.parameters():
+            change(parameter)
+        expected, _ = run(model, prompt_ids(5), 9, **GREEDY)
+        out, _ = run(model, prompt_ids(5), 9, **call)
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        assert [step is first for step in steps.values()] == [same]
+
+
+def test_shadows_share_weights_and_nothing_else() -> None:
+    model = tiny_target("qwen3")
+    model.model.layers[1].register_forward_hook(lambda *_: None)
+    twin = shadow.shadow(model)
+    assert [p.data_ptr() for p in twin.parameters()] == [p.data_ptr() for p in model.parameters()]
+    assert not {id(m) for m in twin.modules()} & {id(m) for m in model.modules()}
+    assert not any(m._forward_hooks for m in twin.modules())
+    assert twin.config._attn_implementation == shadow.ATTENTION
+    assert model.config._attn_implementation == "sdpa"
+    tied = tiny_target("llama", tie_word_embeddings=True)
+    twin = shadow.shadow(tied)
+    assert twin.get_output_embeddings().weight is twin.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda model: None, "on a CPU it gains nothing"),
+        (lambda model: model.model.layers[0].register_forward_hook(lambda *_: None), "a module has hooks"),
+        (lambda model: setattr(model.model.layers[0], "forward", model.model.layers[0].forward), "a module has hooks"),
+    ],
+)
+def test_why_rounds_are_launched_plainly(change: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_target("llama")
+    change(model)
+    if "CPU" not in reason:
+        monkeypatch.setattr(compiled, "_on_one_gpu", lambda devices: None)
+    out, _ = run(model, prompt_ids(5), 9, assistant_model=tiny_drafter(model), ddtree=True, **GREEDY)
+    assert out.ddtree_stats.path == f"plain: {reason}"
+    asked = DDTreeConfig(execution="plain")
+    out, _ = run(model, prompt_ids(5), 9, assistant_model=tiny_drafter(model), ddtree=asked, **GREEDY)
+    assert out.ddtree_stats.path == "plain: asked for"
