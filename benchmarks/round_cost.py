@@ -23,6 +23,7 @@ import torch
 import transformers
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.initialization import no_init_weights
 
 import hf_ddtree
 from hf_ddtree import DDTreeConfig, DFlashConfig, DFlashDraftModel, compiled
@@ -48,7 +49,7 @@ def make_pair(shapes: str, device: torch.device, dtype: torch.dtype) -> tuple[An
     """A target and a 5-layer drafter with 5 taps and blocks of 16, random."""
     config = Qwen3Config(**SHAPES[shapes], eos_token_id=None, tie_word_embeddings=False)
     taps = [1, 2, 3, 4, 5] if shapes == "tiny" else [1, 9, 17, 25, 33]
-    with device, transformers.initialization.no_init_weights():
+    with device, no_init_weights():
         torch.set_default_dtype(dtype)
         target = Qwen3ForCausalLM(config)
         drafter = DFlashDraftModel(
@@ -190,7 +191,7 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--budgets", type=int, nargs="+", default=[63, 15, 127, 255])
@@ -201,7 +202,7 @@ def main() -> None:
     parser.add_argument("--no-static", action="store_true", help="leave out stock compiled decoding")
     parser.add_argument("--profile", action="store_true", help="list a round's kernels by time")
     parser.add_argument("--json", type=Path, help="write all figures there")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
 
     cuda = torch.cuda.is_available()
     device, dtype = torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32

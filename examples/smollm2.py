@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct and the evaluation prompts, read from packages instead of a model hub.
 
-`requirements-data.txt` names the packages. Only their files are read; none of their code runs.
+`requirements-data.txt` names the packages. Of these, only files are read; none of their code runs.
 """
 
 from __future__ import annotations

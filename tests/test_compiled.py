@@ -18,14 +18,6 @@ GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9}
 
 
-@pytest.fixture
-def stepped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps on a CPU, neither compiled nor captured."""
-    monkeypatch.setattr(decoding, "why_not_captured", lambda *args: None)
-    monkeypatch.setattr(compiled.Step, "capture", lambda self: None)
-    monkeypatch.setattr(compiled.Step, "compile", lambda self: None)
-
-
 def run(model: Any, ids: torch.Tensor, new: int, **options: Any) -> tuple[Any, torch.Tensor]:
     torch.manual_seed(5)
     out = model.generate(ids, max_new_tokens=new, return_dict_in_generate=True, **options)
