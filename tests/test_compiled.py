@@ -210,6 +210,14 @@ def test_weights_that_moved_get_another_step_and_weights_changed_in_place_do_not
         assert [step is first for step in steps.values()] == [same]
 
 
+def test_attention_that_a_step_does_not_know_is_not_guessed() -> None:
+    rows = torch.zeros(1, 2, 3, 4)
+    module = torch.nn.Module()
+    for argument in ({"dropout": 0.1}, {"position_bias": torch.zeros(3)}):
+        with pytest.raises(NotImplementedError, match=next(iter(argument))):
+            shadow.attend(module, rows, rows, rows, None, position_ids=torch.arange(3), use_cache=False, **argument)
+
+
 def test_shadows_share_weights_and_nothing_else() -> None:
     model = tiny_target("qwen3")
     model.model.layers[1].register_forward_hook(lambda *_: None)

@@ -37,6 +37,12 @@ class Rows(NamedTuple):
     window: int | None
 
 
+# What layers pass on that says nothing of the scores, or what the rows say already.
+_WITHOUT_EFFECT = (
+    "sliding_window is_causal position_ids use_cache cache_position output_attentions output_hidden_states "
+    "output_router_logits return_dict logits_to_keep"
+).split()
+
 # A compiler that saw the rows would copy them in order to change them: it gets a number instead, in a tensor on the
 # host, since it would compile anew for each number that it can read.
 _ROWS: dict[int, Rows] = {}
@@ -76,7 +82,14 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface over a shadow's rows, whose masks stand in them."""
+    """transformers' attention interface over a shadow's rows, whose masks stand in them.
+
+    Raises:
+        NotImplementedError: The layer asks for something that changes the scores in another way.
+    """
+    for name, given in kwargs.items():
+        if name not in _WITHOUT_EFFECT and (isinstance(given, torch.Tensor) or given):
+            raise NotImplementedError(f"attention with `{name}`")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return _attend(query, key, value, module.hf_ddtree_rows, scaling, softcap, s_aux), None
 
