@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_ddtree import DDTreeConfig, compiled, decoding, release_buffers, shadow
+from hf_ddtree import DDTreeConfig, compiled, release_buffers, shadow
 from hf_ddtree.compat import CACHE_KEY
 from scripted import prompt_ids, tiny_drafter, tiny_target
 
@@ -114,7 +115,7 @@ def test_layers_alike_are_compiled_once(stepped: None, monkeypatch: pytest.Monke
     torch._dynamo.reset()
     shadow._compiled_forward.cache_clear()
     monkeypatch.setattr(shadow.torch, "compile", functools.partial(torch.compile, backend=counter))
-    monkeypatch.setattr(decoding, "why_not_captured", lambda *args: None)
+    monkeypatch.setattr(compiled, "_on_one_gpu", lambda devices: None)
     monkeypatch.setattr(compiled.Step, "capture", lambda self: None)
     model = tiny_target("qwen3")
     drafter = tiny_drafter(model)
@@ -238,6 +239,10 @@ def test_shadows_share_weights_and_nothing_else() -> None:
         (lambda model: None, "on a CPU it gains nothing"),
         (lambda model: model.model.layers[0].register_forward_hook(lambda *_: None), "a module has hooks"),
         (lambda model: setattr(model.model.layers[0], "forward", model.model.layers[0].forward), "a module has hooks"),
+        (
+            lambda model: model.config.rope_parameters.update(rope_type="dynamic", factor=2.0),
+            "rotary frequencies follow the length",
+        ),
     ],
 )
 def test_why_rounds_are_launched_plainly(change: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,3 +255,84 @@ def test_why_rounds_are_launched_plainly(change: Any, reason: str, monkeypatch: 
     asked = DDTreeConfig(execution="plain")
     out, _ = run(model, prompt_ids(5), 9, assistant_model=tiny_drafter(model), ddtree=asked, **GREEDY)
     assert out.ddtree_stats.path == "plain: asked for"
+
+
+@pytest.mark.usefixtures("stepped")
+@pytest.mark.parametrize(
+    ("prompt", "new", "budget"),
+    [(10, 2, 15), (10, 1, 15), (250, 5, 1), (200, 48, 7), (40, 24, 3)],
+)
+def test_short_calls_and_small_trees_of_deep_blocks(prompt: int, new: int, budget: int) -> None:
+    model = tiny_target("llama")
+    drafter = tiny_drafter(model, block_size=16)
+    expected, state = run(model, prompt_ids(prompt), new, **SAMPLING)
+    call = SAMPLING | {"assistant_model": drafter, "ddtree": DDTreeConfig(budget=budget)}
+    out, after = run(model, prompt_ids(prompt), new, **call)
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert torch.equal(after, state)
+
+
+@pytest.mark.usefixtures("stepped")
+def test_no_node_lies_beyond_the_last_position() -> None:
+    config = GPT2Config(
+        vocab_size=211, n_embd=48, n_layer=4, n_head=4, n_positions=64, initializer_range=0.5, eos_token_id=None
+    )
+    model = GPT2LMHeadModel(config).eval()
+    expected, _ = run(model, prompt_ids(40), 24, **GREEDY)
+    out, _ = run(model, prompt_ids(40), 24, assistant_model=tiny_drafter(model), ddtree=True, **GREEDY)
+    assert out.sequences.tolist() == expected.sequences.tolist()
+
+
+@pytest.mark.usefixtures("stepped")
+def test_a_step_made_in_inference_mode_serves_other_calls() -> None:
+    model = tiny_target("llama")
+    call = GREEDY | {"assistant_model": tiny_drafter(model), "ddtree": True}
+    expected, _ = run(model, prompt_ids(8), 12, **GREEDY)
+    with torch.inference_mode():
+        inside, _ = run(model, prompt_ids(8), 12, **call)
+    outside, _ = run(model, prompt_ids(8), 12, **call)
+    assert inside.sequences.tolist() == outside.sequences.tolist() == expected.sequences.tolist()
+
+
+@pytest.mark.usefixtures("stepped")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model.model.layers[1].self_attn, "scaling", 2.0),
+        lambda model: setattr(model.model.layers[1].mlp, "act_fn", torch.nn.ReLU()),
+    ],
+)
+def test_what_a_graph_has_baked_in_is_captured_anew_when_it_changes(change: Any) -> None:
+    model = tiny_target("llama")
+    call = GREEDY | {"assistant_model": tiny_drafter(model), "ddtree": True}
+    before, _ = run(model, prompt_ids(8), 20, **call)
+    change(model)
+    expected, _ = run(model, prompt_ids(8), 20, **GREEDY)
+    out, _ = run(model, prompt_ids(8), 20, **call)
+    assert out.sequences.tolist() == expected.sequences.tolist() != before.sequences.tolist()
+
+
+@pytest.mark.usefixtures("stepped")
+def test_rows_of_another_shape_than_the_keys_are_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a cache keeps what keys are made of."""
+    monkeypatch.setattr(compiled, "_release", lambda device: None)
+    original = compiled.give_rows
+    monkeypatch.setattr(
+        compiled,
+        "give_rows",
+        lambda owner, layer, rows: original(owner, layer, rows._replace(keys=rows.keys[:, :1], values=rows.values)),
+    )
+    model = tiny_target("llama")
+    expected, _ = run(model, prompt_ids(8), 12, **GREEDY)
+    out, _ = run(model, prompt_ids(8), 12, assistant_model=tiny_drafter(model), ddtree=True, **GREEDY)
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert "other keys or values" in out.ddtree_stats.path
+
+
+@pytest.mark.usefixtures("stepped")
+def test_rows_that_rounds_wrote_are_cleared() -> None:
+    model = tiny_target("llama")
+    run(model, prompt_ids(8), 40, assistant_model=tiny_drafter(model), ddtree=True, **GREEDY)
+    buffers = model.__dict__["_hf_ddtree_state"].buffers
+    for cache in (buffers.cache, buffers.context):
+        assert not any(bool(layer.keys.any()) or bool(layer.values.any()) for layer in cache.layers)

@@ -8,11 +8,15 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules import module as _module
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import LogitsProcessorList
 
 from .candidate_generator import DDTreeCandidateGenerator, best_candidates, draft_logits, embed_tokens
@@ -20,7 +24,7 @@ from .draft_tree import DraftTree, TreeKind, ancestor_matrix, build_tree, node_d
 from .logits_process import Noise, choose, follow, is_row_wise
 from .modeling_dflash import DFlashDraftModel
 from .outputs import GenerationRecord
-from .rope import RopeSwitch
+from .rope import RopeSwitch, rope_parameters
 from .shadow import Rows, compile_layers, give_rows, shadow
 from .target_state import Buffers
 from .tree_cache import TreeCache
@@ -28,6 +32,7 @@ from .verifier import FeatureTaps, Verifier, decoder_layers, layer_kinds
 
 _MOST_AHEAD = 4096  # tokens for which a call reserves rows at once
 _MOST_STEPS = 8  # that are kept for later calls
+_capturing = threading.Lock()
 
 
 class Outcome(NamedTuple):
@@ -60,7 +65,6 @@ class Step:
         self.tree_kind, self.nodes, self.depth, self.block = (
             source.config.tree, source.nodes, source.max_depth, source.block_size
         )  # fmt: skip
-        self.most = self.depth + 1  # tokens that a round can commit
         self.candidates = min(self.nodes, config.vocab_size)
         self.device, self.dtype = source.device, source.dtype
         self.noise = Noise(self.device) if do_sample else None
@@ -74,7 +78,9 @@ class Step:
         blank = zeros(1, self.depth, self.candidates)
         self.build_tree, self.find_ancestors = tree_functions(self.tree_kind, self.nodes, self.device)
         self.tree = self.build_tree(blank, blank.float(), self.nodes)
+        self.most = min(self.depth, self.tree.token_ids.shape[1]) + 1  # tokens that a round can commit
         self.root, self.position, self.length, self.context_length = zeros(1, 1), zeros(1, 1), zeros(1), zeros(1)
+        self.last_position = zeros(1, 1)
         self.result = zeros(1, 1 + 2 * self.most)
 
         # What the layers see of the round.
@@ -114,17 +120,24 @@ class Step:
         )
 
     def begin(
-        self, root: torch.Tensor, position: torch.Tensor, tree: DraftTree, prompt_mask: torch.Tensor | None
+        self,
+        root: torch.Tensor,
+        position: torch.Tensor,
+        room: int,
+        tree: DraftTree,
+        prompt_mask: torch.Tensor | None,
     ) -> None:
         """Take over from the loop before its first round.
 
         Args:
             root, position: `(1, 1)`.
+            room: Tokens that may still be committed: no node is placed where none of them can be.
             tree: The first round's.
             prompt_mask: `(1, slots)` bool, False for padding.
         """
         self.root.copy_(root)
         self.position.copy_(position)
+        self.last_position.copy_(position + (room - 1))
         for own, given in zip(self.tree, tree.pad(self.tree.token_ids.shape[1]), strict=True):
             own.copy_(given)
         self.length.fill_(self.cache.length)
@@ -151,33 +164,35 @@ class Step:
 
     def commit(self, count: int) -> None:
         """Count a round's first `count` rows as committed; fewer than it chose end the text."""
+        self.cache.touch(self.tree.token_ids.shape[1] + 1)
+        self.context.touch(self.most + self.block)
         self.cache.commit(count)
         self.context.commit(count)
         if self.noise is not None:
             self.noise.give_back(count)
 
-    def capture(self) -> None:
-        """Record `round` as a CUDA graph. The state of the round, and of the generator, is what it was before."""
+    def rehearse(self) -> None:
+        """Run a round that leaves the state of the round, and the generator, as they were before."""
         state = [self.root, self.position, *self.tree, self.length, self.context_length]
         saved = [tensor.clone() for tensor in state]
+        if self.noise is not None:
+            self.noise.begin()
+        self.round()
+        if self.noise is not None:
+            self.noise.give_back(0)
+        for tensor, before in zip(state, saved, strict=True):
+            tensor.copy_(before)
 
-        def rehearse() -> None:
-            if self.noise is not None:
-                self.noise.begin()
-            self.round()
-            if self.noise is not None:
-                self.noise.give_back(0)
-            for tensor, before in zip(state, saved, strict=True):
-                tensor.copy_(before)
-
+    def capture(self) -> None:
+        """Record `round` as a CUDA graph."""
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(2):  # compiles, and lets libraries allocate what they need
-                rehearse()
+                self.rehearse()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self.round()
         self.graph = graph
 
@@ -188,9 +203,10 @@ class Step:
         ancestors, depths = self.find_ancestors(self.tree.parents, self.tree.depths)
         self.visible.copy_(ancestors)
         self.depths.copy_(depths)
-        logits, features = self._verify(torch.cat([self.root, self.tree.token_ids], dim=1), self.position + depths)
+        token_ids = torch.cat([self.root, self.tree.token_ids], dim=1)
+        logits, features = self._verify(token_ids, torch.minimum(self.position + depths, self.last_position))
         # Walk from the root by the target's own choice.
-        choices = choose(logits, depths.clamp(max=self.depth), self.root, self.processors, self.noise, self.most)
+        choices = choose(logits, depths.clamp(max=self.most - 1), self.root, self.processors, self.noise, self.most)
         rows, tokens = follow(choices, self.tree, ancestors, depths, self.most)
         count = (rows >= 0).sum(dim=1)  # (1,)
         # Keep the path.
@@ -285,6 +301,9 @@ def why_not_captured(
         "ranks wait for each other": synced_gpus,
         "positions have several axes": position.dim() > 2,
         "rotary frequencies switch": rope.at is not None,
+        "rotary frequencies follow the length": _has_dynamic_rope(target) or _has_dynamic_rope(drafter),
+        "autocast is on": torch.is_autocast_enabled(source.device.type),
+        "one token is left": record.room < 2,
         "steps have to be plain ones": verifier.plain_only,
         "the caller gives each step arguments of their own": bool(verifier.step_kwargs or verifier.step_types),
         "a module has hooks": any(map(_hooked, target.modules())) or any(map(_hooked, drafter.modules())),
@@ -302,13 +321,17 @@ def _on_one_gpu(devices: set[torch.device]) -> str | None:
     return None if {device.type for device in devices} == {"cuda"} else "only CUDA graphs are captured"
 
 
+def _has_dynamic_rope(model: Any) -> bool:
+    config = model.config.get_text_config(decoder=True)
+    return any(rope.get("rope_type") == "dynamic" for rope in rope_parameters(config))
+
+
 def _hooked(module: nn.Module) -> bool:
     """Whether something runs around a module's forward that a graph would not repeat."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    others = [
-        hook for hook in hooks if not getattr(hook, "__module__", "").startswith(("transformers.", "hf_ddtree."))
-    ]
-    return bool(others) or "forward" in vars(module)
+    hooks += [*_module._global_forward_hooks.values(), *_module._global_forward_pre_hooks.values()]
+    own = ("transformers.utils.output_capturing", "hf_ddtree.verifier")  # which write what they were asked for only
+    return "forward" in vars(module) or any(getattr(hook, "__module__", None) not in own for hook in hooks)
 
 
 def find_step(
@@ -329,12 +352,12 @@ def find_step(
     buffers.cache.reserve(buffers.cache.length + rows)
     buffers.context.reserve(buffers.context.length + rows + 2 * source.block_size)
     where = (
-        _addresses(source.target), _addresses(source.drafter),
+        _fingerprint(source.target), _fingerprint(source.drafter),
         *(layer.keys.data_ptr() for cache in (buffers.cache, buffers.context) for layer in cache.layers),
     )  # fmt: skip
     what = (
         source.config.tree, source.config.execution, source.nodes, source.max_depth, do_sample,
-        tuple((type(processor), repr(sorted(vars(processor).items()))) for processor in processors),
+        tuple((type(processor), _values(processor)) for processor in processors),
     )  # fmt: skip
     for key in [key for key in buffers.steps if key[1] != where]:
         del buffers.steps[key]  # its weights or rows have moved
@@ -359,23 +382,28 @@ def _capture(
     """A new step, without compilation if that fails; or the path without one, where no graph can be had."""
     why = ""
     for compiled in (True, False) if source.config.execution == "auto" else (False,):
-        step = Step(source, cache, processors, do_sample)
-        begin(step)
-        if step.noise is not None:
-            step.noise.begin()
+        step: Step | None = None
         try:
-            if compiled:
-                step.compile()
-            step.capture()
+            # One capture at a time, as torch asks, and ordinary tensors, for calls outside of inference mode too.
+            with _capturing, torch.inference_mode(False), _on(source.device):
+                step = Step(source, cache, processors, do_sample)
+                begin(step)
+                if step.noise is not None:
+                    step.noise.begin()
+                with _NoHostReads():  # type: ignore[no-untyped-call]
+                    step.rehearse()
+                if compiled:
+                    step.compile()
+                step.capture()
         except Exception as error:
-            if step.noise is not None:
+            if step is not None and step.noise is not None:
                 step.noise.give_back(0)
             why, hopeless = _name(error), isinstance(error, torch.OutOfMemoryError)
         else:
             step.path = "compiled, in one CUDA graph" if compiled else "captured in one CUDA graph"
             step.path += f" (not compiled: {why})" if why else ""
             return step
-        del step  # behind the error, whose traceback holds it
+        step = None  # behind the error, whose traceback holds it
         _release(source.device)
         if hopeless:
             break
@@ -386,12 +414,38 @@ def _name(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def _release(device: torch.device) -> None:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
 
 
-def _addresses(model: nn.Module) -> int:
-    """Changes when weights are replaced, moved or cast; not when they are changed in place."""
+def _fingerprint(model: Any) -> int:
+    """Changes with all that a graph has baked in: modules and their numbers, configs, and where weights lie."""
+    modules = [(id(module), type(module), _numbers(module)) for module in model.modules()]
     tensors = itertools.chain(model.parameters(), model.buffers())
-    return hash(tuple((id(tensor), tensor.data_ptr(), tensor.dtype) for tensor in tensors))
+    places = [(id(tensor), tensor.data_ptr(), tensor.dtype) for tensor in tensors]
+    return hash((str(model.config.to_dict()), *modules, *places))
+
+
+def _numbers(module: nn.Module) -> tuple[Any, ...]:
+    return tuple(value for value in vars(module).values() if isinstance(value, (bool, int, float, str)))
+
+
+def _values(processor: Any) -> str:
+    """What a processor holds, tensors to their last digit."""
+    return str([(k, v.tolist() if isinstance(v, torch.Tensor) else v) for k, v in sorted(vars(processor).items())])
+
+
+class _NoHostReads(TorchDispatchMode):
+    """Raises where a forward reads a tensor on the host: in a capture that would be too late."""
+
+    _READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._READS and args[0].device.type != "cpu":
+            raise NotImplementedError("a forward that reads tensors on the host")
+        return func(*args, **(kwargs or {}))

@@ -175,8 +175,15 @@ def captured_rounds(
     root = record.last_token.to(verifier.device)
     while not stop:
         if step is None or not step.fits():
+            if step is not None:  # outgrown: nothing may hold its graph while the next is captured
+                root, position, tree, step = root.clone(), position.clone(), DraftTree(*map(torch.clone, tree)), None
             begin = functools.partial(
-                Step.begin, root=root, position=position, tree=tree, prompt_mask=verifier.prompt_mask
+                Step.begin,
+                root=root,
+                position=position,
+                room=record.room,
+                tree=tree,
+                prompt_mask=verifier.prompt_mask,
             )
             step, stats.path = find_step(buffers, source, processors, do_sample, record.room, begin)
             if step is None:

@@ -16,9 +16,6 @@ from transformers.generation.logits_process import LogitsProcessorList
 from .draft_tree import DraftTree, node_depths
 from .outputs import GenerationRecord
 
-# What a draw of a row adds to a CUDA generator's offset, for rows of up to some million entries.
-_CUDA_DRAW = 4
-
 # Processors that look at one row of scores and nothing else.
 _ROW_WISE = (
     stock.TemperatureLogitsWarper,
@@ -186,6 +183,7 @@ class Noise:
         else:
             self.generator = torch.default_generator
         self._start: Any = None
+        self._draw = 0  # what a draw adds to a CUDA generator's offset, by the device and the length of a row
         self._states: list[torch.Tensor] = []
 
     def begin(self) -> None:
@@ -201,11 +199,13 @@ class Noise:
             drawn.append(torch.empty(1, vocabulary, device=self.device).exponential_(1, generator=self.generator))
             if not self.on_cuda:
                 self._states.append(self.generator.get_state())
+            elif not self._draw:  # before any capture, in which the offset cannot be read
+                self._draw = self.generator.get_offset() - self._start
         return torch.cat(drawn)
 
     def give_back(self, used: int) -> None:
         """Set the generator to its state after the first `used` rows of the round."""
         if self.on_cuda:
-            self.generator.set_offset(self._start + used * _CUDA_DRAW)
+            self.generator.set_offset(self._start + used * self._draw)
         else:
             self.generator.set_state(self._states[used - 1] if used else self._start)

@@ -60,6 +60,9 @@ def _attend(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     rows = _ROWS[int(number)]
+    for new, kept in ((key, rows.keys), (value, rows.values)):
+        if (new.shape[:2], new.shape[3], new.dtype) != (kept.shape[:2], kept.shape[3], kept.dtype):
+            raise NotImplementedError("attention over other keys or values than the cache keeps")
     return tree_attention(
         query, key, value, rows.keys, rows.values, rows.length, rows.visible, rows.depths, rows.column_depths,
         rows.committed, scaling, rows.window, softcap, sinks,
@@ -115,11 +118,12 @@ def shadow(model: Any) -> Any:
             twin.__dict__ = {
                 name: config_of(value) if name == "config" else value
                 for name, value in vars(module).items()
-                if name not in ("_compiled_call_impl", "forward")
+                if name not in ("_compiled_call_impl", "forward", "_hf_ddtree_state")
             }
             twin.__dict__["_modules"] = {
                 name: child if child is None else copied(child) for name, child in module._modules.items()
             }
+            twin.__dict__["_buffers"] = dict(module._buffers)  # a rotary embedding may rewrite its own
             for hooks in ("_forward_hooks", "_forward_pre_hooks"):
                 twin.__dict__[hooks] = OrderedDict()
             twin.__dict__["_compiled_call_impl"] = None

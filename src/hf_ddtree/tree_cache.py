@@ -252,6 +252,10 @@ class TreeCache(Cache):
             self.move(self.slots.gather(1, path), self.slots[:, : len(rows)])
         self.commit(len(rows))
 
+    def touch(self, rows: int) -> None:
+        """Note that `rows` rows behind the committed ones have been written by someone who opened no tree."""
+        self.plan.written = max(self.plan.written, self.length + rows)
+
     def commit(self, rows: int) -> None:
         """Count the next `rows` rows as committed, and close the tree."""
         length = self.length
