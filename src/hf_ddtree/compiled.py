@@ -387,9 +387,9 @@ def _capture(
             # One capture at a time, as torch asks, and ordinary tensors, for calls outside of inference mode too.
             with _capturing, torch.inference_mode(False), _on(source.device):
                 step = Step(source, cache, processors, do_sample)
-                begin(step)
                 if step.noise is not None:
                     step.noise.begin()
+                begin(step)
                 with _NoHostReads():  # type: ignore[no-untyped-call]
                     step.rehearse()
                 if compiled:
