@@ -12,14 +12,17 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from itertools import pairwise, product
-from typing import NamedTuple
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_ddtree.attention import tree_attention, tree_attention_reference
-from hf_ddtree.attention_kernel import Blocks, tree_attention_triton
+from timing import copy_bandwidth, graph_microseconds
+
+if TYPE_CHECKING:  # the kernel needs Triton, and all but the sweep run without
+    from hf_ddtree.attention_kernel import Blocks
 
 
 class Round(NamedTuple):
@@ -94,41 +97,20 @@ def microseconds(attend: Callable[[torch.Tensor], object], layers: torch.Tensor,
         for rows in layers:
             attend(rows)
 
-    if not layers.is_cuda:
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - start) * 1e6)
-        return statistics.median(times) / len(layers)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+    if layers.is_cuda:
+        return graph_microseconds(run, repeats) / len(layers)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
         run()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    for _ in range(3):
-        graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    times = [before.elapsed_time(after) * 1e3 for before, after in pairwise(events)]
+        times.append((time.perf_counter() - start) * 1e6)
     return statistics.median(times) / len(layers)
-
-
-def bandwidth(device: str) -> float:
-    """Bytes a second of a large copy, read and written."""
-    source = torch.empty(1 << 30 if device == "cuda" else 1 << 24, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * len(source) / (microseconds(lambda _: target.copy_(source), source[None], 20) * 1e-6)
 
 
 def candidates(itemsize: int) -> list[Blocks]:
     """Block sizes that compile to something sensible; the number of splits needs no compiling."""
+    from hf_ddtree.attention_kernel import Blocks
+
     tiles = [(64, 64, 4), (64, 128, 4), (64, 128, 8), (128, 64, 4), (128, 64, 8), (128, 128, 8)]
     if itemsize == 4:
         tiles = [(16, 32, 4), (32, 32, 4), (32, 64, 8)]
@@ -139,6 +121,8 @@ def candidates(itemsize: int) -> list[Blocks]:
 
 
 def sweep(round_: Round, layers: torch.Tensor, repeats: int) -> None:
+    from hf_ddtree.attention_kernel import tree_attention_triton
+
     results = []
     for blocks in candidates(layers.element_size()):
         try:
@@ -170,7 +154,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     dtype = getattr(torch, args.dtype)
-    speed = bandwidth(args.device)
+    speed = copy_bandwidth(torch.device(args.device))
     print(f"copy: {speed / 1e12:.2f} TB/s; microseconds a layer")
     print("queries  length   slots   floor     op   sdpa   error", flush=True)
     for length, queries in product(args.lengths, args.queries):

@@ -8,36 +8,18 @@ Every call is one of many in a CUDA graph, as in a captured round.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 
 from hf_ddtree.draft_tree import ancestor_matrix, best_first_tree, node_depths
 from hf_ddtree.draft_tree_kernel import ancestors_triton, best_first_tree_triton
+from timing import graph_microseconds
 
 
 def microseconds(run: Callable[[], object], calls: int, repeats: int) -> float:
     """Median time of one call among `calls` in a graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            run()
-    for _ in range(3):
-        graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    return statistics.median(before.elapsed_time(after) for before, after in pairwise(events)) * 1e3 / calls
+    return graph_microseconds(lambda: [run() for _ in range(calls)], repeats) / calls
 
 
 def main() -> None:

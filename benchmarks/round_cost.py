@@ -27,14 +27,11 @@ from transformers.initialization import no_init_weights
 
 import hf_ddtree
 from hf_ddtree import DDTreeConfig, DFlashConfig, DFlashDraftModel, compiled
+from timing import copy_bandwidth, synchronize
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": {
         "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
-    },
-    "thin": {  # Qwen3-8B's cache without its weights
-        "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 36,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
     },
     "tiny": {
@@ -152,21 +149,6 @@ def static_ms(target: Any, ids: torch.Tensor) -> float:
     return 1e3 * statistics.median(b - a for a, b in zip(seconds[::2], seconds[1::2], strict=True)) / 64
 
 
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second, read and written, of a large copy on the device."""
-    source = torch.empty(2**30 if device.type == "cuda" else 2**24, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    seconds = []
-    for _ in range(12):
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(4):
-            target.copy_(source)
-        synchronize()
-        seconds.append((time.perf_counter() - start) / 4)
-    return 2 * source.numel() / statistics.median(seconds)
-
-
 def bytes_of_a_round(target: Any, drafter: Any) -> int:
     """The target without its input embedding, the drafter, and the output head once more."""
     size = sum(p.numel() * p.element_size() for model in (target, drafter) for p in model.parameters())
@@ -184,11 +166,6 @@ def waits_a_round(target: Any, drafter: Any, ids: torch.Tensor, budget: int) -> 
         counts.append(sum(event.count for event in recorded.key_averages() if event.key in WAITS))
         rounds.append(out.ddtree_stats.rounds)
     return (counts[1] - counts[0]) / (rounds[1] - rounds[0])
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def main(argv: list[str] | None = None) -> None:

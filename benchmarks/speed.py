@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import hf_ddtree
 from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, DFlashDraftModel
 from smollm2 import PROMPT_FILES, chat_ids, load_prompts, load_target, load_tokenizer, no_progress_bars
+from timing import synchronize
 
 
 def make_methods(drafter: DFlashDraftModel, budgets: list[int], cuda: bool) -> dict[str, dict[str, Any]]:
@@ -111,11 +112,6 @@ def markdown(title: str, table: dict[str, dict[str, float]]) -> str:
     lines = [f"| {title} | {' | '.join(columns)} |", "| --- |" + " ---: |" * len(columns)]
     lines += [f"| {name} | {' | '.join(f'{row[column]:.3g}' for column in columns)} |" for name, row in table.items()]
     return "\n".join(lines)
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from hf_ddtree.attention import tree_attention, tree_attention_reference
 from hf_ddtree.verifier import tree_mask
+from interpreter import INTERPRETED, run_interpreted, starts_the_interpreter
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
     from hf_ddtree.attention_kernel import Blocks, tree_attention_triton
@@ -241,16 +237,10 @@ def test_interpreted_kernel_of(check: Any) -> None:
     check(tree_attention_triton)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="runs the interpreter")
+@starts_the_interpreter
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-@pytest.mark.skipif(
-    tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4),
-    reason="Triton's interpreter takes arrays of one element as ints",
-)
 def test_kernel_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "interpreted_kernel"]
-    result = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
+    run_interpreted(__file__, "interpreted_kernel")
 
 
 ON_GPU = [

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+import round_cost
 import smollm2
+import speed
 from hf_ddtree import DFlashConfig, DFlashDraftModel, compiled
-
-
-def load(name: str) -> ModuleType:
-    path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.usefixtures("stepped")
@@ -28,7 +19,7 @@ def test_a_rounds_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(compiled, name, getattr(compiled, name))
     report = tmp_path / "report.json"
     options = ["--budgets", "63", "7", "--contexts", "40", "20", "--accepted", "1", "4", "--rounds", "5"]
-    load("round_cost").main(["--shapes", "tiny", *options, "--json", str(report)])
+    round_cost.main(["--shapes", "tiny", *options, "--json", str(report)])
     rows = json.loads(report.read_text())["rows"]
     assert len(rows) == 9  # the ninth is sampled
     for row in rows:
@@ -46,7 +37,7 @@ def test_the_speed_of_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     DFlashDraftModel(config).save_pretrained(tmp_path)
     options = ["--sets", "mt_bench", "--prompts", "2", "--new-tokens", "6", "--budgets", "3", "5"]
     report = tmp_path / "report.json"
-    load("speed").main(["--drafter", str(tmp_path), *options, "--dtype", "float32", "--json", str(report)])
+    speed.main(["--drafter", str(tmp_path), *options, "--dtype", "float32", "--json", str(report)])
     rows = json.loads(report.read_text())["rows"]
     methods = ["generate", "one token a round", "native chain", "chain", "static tree 3", "ddtree 3", "ddtree 5"]
     assert [row["method"] for row in rows[:7]] == methods

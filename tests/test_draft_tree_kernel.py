@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 
-import numpy as np
 import pytest
 import torch
 
 from hf_ddtree.draft_tree import DraftTree, ancestor_matrix, best_first_tree, node_depths
+from interpreter import INTERPRETED, run_interpreted, starts_the_interpreter
 from test_draft_tree import make_tables
 
 kernel = pytest.importorskip("hf_ddtree.draft_tree_kernel")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 STRANGE = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 3.0, -3.4e38, 0.0, -0.0, -1e-45])
 
 
@@ -131,15 +127,9 @@ def test_interpreted_ancestors() -> None:
     assert_ancestors_equal(torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, 0, dtype=torch.int64))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="runs the interpreter")
-@pytest.mark.skipif(
-    tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4),
-    reason="Triton's interpreter takes arrays of one element as ints",
-)
+@starts_the_interpreter
 def test_kernels_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "interpreted"]
-    result = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
+    run_interpreted(__file__, "interpreted")
 
 
 class TestOnGPU:

@@ -62,9 +62,7 @@ class Step:
         self.taps = FeatureTaps(self.target, source.layer_ids)
         config = source.target.config.get_text_config(decoder=True)
         self.kinds = layer_kinds(config)
-        self.tree_kind, self.nodes, self.depth, self.block = (
-            source.config.tree, source.nodes, source.max_depth, source.block_size
-        )  # fmt: skip
+        self.nodes, self.depth, self.block = source.nodes, source.max_depth, source.block_size
         self.candidates = min(self.nodes, config.vocab_size)
         self.device, self.dtype = source.device, source.dtype
         self.noise = Noise(self.device) if do_sample else None
@@ -76,7 +74,7 @@ class Step:
 
         # What a round leaves for the next.
         blank = zeros(1, self.depth, self.candidates)
-        self.build_tree, self.find_ancestors = tree_functions(self.tree_kind, self.nodes, self.device)
+        self.build_tree, self.find_ancestors = tree_functions(source.config.tree, self.nodes, self.device)
         self.tree = self.build_tree(blank, blank.float(), self.nodes)
         self.most = min(self.depth, self.tree.token_ids.shape[1]) + 1  # tokens that a round can commit
         self.root, self.position, self.length, self.context_length = zeros(1, 1), zeros(1, 1), zeros(1), zeros(1)
@@ -287,29 +285,43 @@ def why_not_captured(
     position: torch.Tensor,
     synced_gpus: bool,
 ) -> str | None:
-    """Why a call's rounds cannot be steps, or `None`."""
+    """Why a call's rounds cannot be steps, or `None`. What has to look at every module comes last."""
     target, drafter = source.target, source.drafter
-    where = _on_one_gpu({tensor.device for model in (target, drafter) for tensor in model.parameters()})
-    cases = {
-        "another call holds the buffers": not buffers.kept,
-        "asked for": source.config.execution == "plain",
-        where: where is not None,
-        "weights are quantized": getattr(target, "hf_quantizer", None) is not None,
-        "the drafter is not a DFlashDraftModel": type(drafter) is not DFlashDraftModel,
-        "processors, criteria or outputs look at single tokens": record.needs_rows or not is_row_wise(processors),
-        "the prompt is on another device": do_sample and record.input_ids.device != source.device,
-        "ranks wait for each other": synced_gpus,
-        "positions have several axes": position.dim() > 2,
-        "rotary frequencies switch": rope.at is not None,
-        "rotary frequencies follow the length": _has_dynamic_rope(target) or _has_dynamic_rope(drafter),
-        "autocast is on": torch.is_autocast_enabled(source.device.type),
-        "one token is left": record.room < 2,
-        "steps have to be plain ones": verifier.plain_only,
-        "the caller gives each step arguments of their own": bool(verifier.step_kwargs or verifier.step_types),
-        "a module has hooks": any(map(_hooked, target.modules())) or any(map(_hooked, drafter.modules())),
-        "adapters may change between rounds": any(type(m).__module__.startswith("peft.") for m in target.modules()),
-    }
-    return next((reason for reason, holds in cases.items() if holds), None)
+    if not buffers.kept:
+        return "another call holds the buffers"
+    if source.config.execution == "plain":
+        return "asked for"
+    if why := _on_one_gpu({tensor.device for model in (target, drafter) for tensor in model.parameters()}):
+        return why
+    if getattr(target, "hf_quantizer", None) is not None:
+        return "weights are quantized"
+    if type(drafter) is not DFlashDraftModel:
+        return "the drafter is not a DFlashDraftModel"
+    if record.needs_rows or not is_row_wise(processors):
+        return "processors, criteria or outputs look at single tokens"
+    if do_sample and record.input_ids.device != source.device:
+        return "the prompt is on another device"
+    if synced_gpus:
+        return "ranks wait for each other"
+    if position.dim() > 2:
+        return "positions have several axes"
+    if rope.at is not None:
+        return "rotary frequencies switch"
+    if _has_dynamic_rope(target) or _has_dynamic_rope(drafter):
+        return "rotary frequencies follow the length"
+    if torch.is_autocast_enabled(source.device.type):
+        return "autocast is on"
+    if record.room < 2:
+        return "one token is left"
+    if verifier.plain_only:
+        return "steps have to be plain ones"
+    if verifier.step_kwargs or verifier.step_types:
+        return "the caller gives each step arguments of their own"
+    if any(map(_hooked, target.modules())) or any(map(_hooked, drafter.modules())):
+        return "a module has hooks"
+    if any(type(module).__module__.startswith("peft.") for module in target.modules()):
+        return "adapters may change between rounds"
+    return None
 
 
 def _on_one_gpu(devices: set[torch.device]) -> str | None:
