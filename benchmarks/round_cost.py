@@ -99,20 +99,20 @@ class Script:
 def timed_rounds() -> Iterator[list[tuple[float, float]]]:
     """(end of round, seconds waited for the device in it), a round."""
     times: list[tuple[float, float]] = []
-    original = compiled.Step.fetch
+    original = compiled.Rounds.fetch
 
-    def fetch(self: Any) -> list[int]:
+    def fetch(self: Any) -> list[float]:
         start = time.perf_counter()
         result = original(self)
         end = time.perf_counter()
         times.append((end, end - start))
         return result
 
-    compiled.Step.fetch = fetch
+    compiled.Rounds.fetch = fetch
     try:
         yield times
     finally:
-        compiled.Step.fetch = original
+        compiled.Rounds.fetch = original
 
 
 def round_ms(
@@ -232,7 +232,8 @@ def main(argv: list[str] | None = None) -> None:
     script.length.fill_(1)
     if cuda and arguments.profile:
         round_ms(target, drafter, prompt(512), 1, 2, ddtree=DDTreeConfig(budget=63), do_sample=False)
-        step = list(target.__dict__["_hf_ddtree_state"].buffers.steps.values())[-1]
+        rounds = list(target.__dict__["_hf_ddtree_state"].buffers.rounds.values())[-1]
+        step = rounds.steps[63]
         with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
             for _ in range(10):
                 step.graph.replay()

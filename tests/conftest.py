@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from hf_ddtree import DFlashDraftModel, compiled
+from hf_ddtree import DFlashDraftModel, capture, compiled
 from scripted import tiny_drafter, tiny_target, word_tokenizer
 
 
@@ -48,6 +48,6 @@ def warnings_of_transformers(caplog: pytest.LogCaptureFixture) -> Iterator[pytes
 @pytest.fixture
 def stepped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps on a CPU, neither compiled nor captured."""
-    monkeypatch.setattr(compiled, "_on_one_gpu", lambda devices: None)
+    monkeypatch.setattr(capture, "_on_one_gpu", lambda devices: None)
     monkeypatch.setattr(compiled.Step, "capture", lambda self: None)
     monkeypatch.setattr(compiled.Step, "compile", lambda self: None)

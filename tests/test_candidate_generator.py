@@ -133,7 +133,7 @@ def test_native_dflash_accepts_as_much_as_our_chain(pair: tuple[PreTrainedModel,
             streamer=rounds,
         )
         ours = model.generate(
-            ids, max_new_tokens=new, do_sample=False, assistant_model=drafter, ddtree={"tree": "chain"},
+            ids, max_new_tokens=new, do_sample=False, assistant_model=drafter, ddtree={"tree": "chain", "budget": 7},
             return_dict_in_generate=True,
         )  # fmt: skip
         assert ours.sequences.tolist() == native.tolist()

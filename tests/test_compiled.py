@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_ddtree import DDTreeConfig, compiled, release_buffers, shadow
+from hf_ddtree import DDTreeConfig, capture, compiled, release_buffers, shadow
 from hf_ddtree.compat import CACHE_KEY
 from scripted import prompt_ids, tiny_drafter, tiny_target
 
@@ -71,7 +71,7 @@ def knowing(monkeypatch: pytest.MonkeyPatch) -> Any:
         original = compiled.Step._draft
 
         def draft(self: compiled.Step, features: Any, count: torch.Tensor, positions: Any) -> torch.Tensor:
-            at[0] = int(self.position + count) + 1
+            at[0] = int(self.rounds.position + count) + 1
             return original(self, features, count, positions)
 
         def candidates(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,7 +104,7 @@ def test_paths_are_kept_and_buffers_used_again(knowing: Any, options: dict[str, 
         assert out.sequences.tolist() == expected.sequences.tolist()
         assert torch.equal(after, state)
         assert out.ddtree_stats.mean_acceptance_length > 2
-        built.append(list(model.__dict__["_hf_ddtree_state"].buffers.steps.values()))
+        built.append(list(model.__dict__["_hf_ddtree_state"].buffers.rounds.values()))
     assert built[0][-1] is built[1][-1]  # of whatever length
 
 
@@ -115,7 +115,7 @@ def test_layers_alike_are_compiled_once(stepped: None, monkeypatch: pytest.Monke
     torch._dynamo.reset()
     shadow._compiled_forward.cache_clear()
     monkeypatch.setattr(shadow.torch, "compile", functools.partial(torch.compile, backend=counter))
-    monkeypatch.setattr(compiled, "_on_one_gpu", lambda devices: None)
+    monkeypatch.setattr(capture, "_on_one_gpu", lambda devices: None)
     monkeypatch.setattr(compiled.Step, "capture", lambda self: None)
     model = tiny_target("qwen3")
     drafter = tiny_drafter(model)
@@ -141,7 +141,7 @@ def test_a_capture_that_fails_leaves_the_rounds_to_plain_launches(
         raise torch.OutOfMemoryError("no room\nfor details")
 
     monkeypatch.setattr(compiled.Step, "capture", fail)
-    monkeypatch.setattr(compiled, "_release", lambda device: None)
+    monkeypatch.setattr(capture, "_release", lambda device: None)
     model = tiny_target("qwen3")
     drafter = tiny_drafter(model)
     for _ in range(2):
@@ -159,7 +159,7 @@ def test_what_cannot_be_compiled_is_captured_as_it_is(monkeypatch: pytest.Monkey
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(compiled.Step, "compile", fail)
-    monkeypatch.setattr(compiled, "_release", lambda device: None)
+    monkeypatch.setattr(capture, "_release", lambda device: None)
     model = tiny_target("qwen3")
     expected, state = run(model, prompt_ids(20), 30, **SAMPLING)
     out, after = run(model, prompt_ids(20), 30, assistant_model=tiny_drafter(model), ddtree=True, **SAMPLING)
@@ -187,7 +187,7 @@ def test_rows_are_forgotten_with_their_step() -> None:
     model = tiny_target("llama")
     gc.collect()
     before = len(shadow._ROWS)
-    run(model, prompt_ids(5), 9, assistant_model=tiny_drafter(model), ddtree=True, **GREEDY)
+    run(model, prompt_ids(5), 9, assistant_model=tiny_drafter(model), ddtree={"budget": 7}, **GREEDY)
     assert len(shadow._ROWS) == before + 6
     release_buffers(model)
     gc.collect()
@@ -200,7 +200,7 @@ def test_weights_that_moved_get_another_step_and_weights_changed_in_place_do_not
     drafter = tiny_drafter(model)
     call = GREEDY | {"assistant_model": drafter, "ddtree": True}
     run(model, prompt_ids(5), 9, **call)
-    steps = model.__dict__["_hf_ddtree_state"].buffers.steps
+    steps = model.__dict__["_hf_ddtree_state"].buffers.rounds
     (first,) = steps.values()
     for change, same in ((lambda p: p.data.mul_(1.1), True), (lambda p: setattr(p, "data", p.data * 1.1), False)):
         for parameter in model.parameters():
@@ -249,7 +249,7 @@ def test_why_rounds_are_launched_plainly(change: Any, reason: str, monkeypatch: 
     model = tiny_target("llama")
     change(model)
     if "CPU" not in reason:
-        monkeypatch.setattr(compiled, "_on_one_gpu", lambda devices: None)
+        monkeypatch.setattr(capture, "_on_one_gpu", lambda devices: None)
     out, _ = run(model, prompt_ids(5), 9, assistant_model=tiny_drafter(model), ddtree=True, **GREEDY)
     assert out.ddtree_stats.path == f"plain: {reason}"
     asked = DDTreeConfig(execution="plain")
@@ -315,7 +315,7 @@ def test_what_a_graph_has_baked_in_is_captured_anew_when_it_changes(change: Any)
 @pytest.mark.usefixtures("stepped")
 def test_rows_of_another_shape_than_the_keys_are_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a cache keeps what keys are made of."""
-    monkeypatch.setattr(compiled, "_release", lambda device: None)
+    monkeypatch.setattr(capture, "_release", lambda device: None)
     original = compiled.give_rows
     monkeypatch.setattr(
         compiled,

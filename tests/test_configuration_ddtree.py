@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from hf_ddtree import DDTreeConfig
+from hf_ddtree.configuration_ddtree import first_size
 
 OPTIONS = ["budget", "tree", "max_depth", "execution", "record_trees", "record_times"]
 CONFIGS = [
     DDTreeConfig(),
     DDTreeConfig(budget=1),
+    DDTreeConfig(budget=[15, 0, 63]),
     DDTreeConfig(budget=1024, tree="chain"),
     DDTreeConfig(budget="auto", tree="static", max_depth=1),
     DDTreeConfig(budget=63, tree="best_first", max_depth=15, record_trees=True, record_times=True),
@@ -30,15 +32,16 @@ def test_the_defaults_are_a_best_first_tree_of_the_documented_size() -> None:
         "record_trees": False,
         "record_times": False,
     }
-    assert config.nodes("cpu") == 15
-    assert config.nodes("cuda") == config.nodes("mps") == 63
+    assert config.sizes("cpu") == (0, 3, 7, 15, 31, 63)
+    assert config.sizes("cuda") == config.sizes("mps") == (0, 15, 31, 63, 127, 255)
+    assert (first_size("cpu"), first_size("cuda"), first_size("mps")) == (15, 63, 63)
 
 
-@pytest.mark.parametrize("budget", [1, 15, 16, 255, 1024])
+@pytest.mark.parametrize("budget", [0, 1, 15, 16, 255, 1024])
 def test_a_number_is_the_number_of_nodes_on_every_device(budget: int) -> None:
     config = DDTreeConfig(budget=budget)
     assert config.budget == budget
-    assert config.nodes("cpu") == config.nodes("cuda") == budget
+    assert config.sizes("cpu") == config.sizes("cuda") == (budget,)
 
 
 @pytest.mark.parametrize("tree", ["best_first", "chain", "static"])
@@ -53,24 +56,36 @@ def test_executions_are_chosen_by_name(execution: Any) -> None:
         DDTreeConfig(execution=execution.upper())
 
 
-@pytest.mark.parametrize("name", ["budget", "max_depth"])
-@pytest.mark.parametrize("value", [0, -1, -1024, 1025, 10**9])
-def test_a_number_out_of_range_is_refused_with_its_name_and_the_range(name: str, value: int) -> None:
-    with pytest.raises(ValueError, match=rf"`{name}` must be between 1 and 1024, got {value}\."):
+@pytest.mark.parametrize(("name", "least"), [("budget", 0), ("max_depth", 1)])
+@pytest.mark.parametrize("below", [1, 2, 1024, -1025, -(10**9)])
+def test_a_number_out_of_range_is_refused_with_its_name_and_the_range(name: str, least: int, below: int) -> None:
+    value = least - below
+    with pytest.raises(ValueError, match=rf"`{name}` must be between {least} and 1024, got {value}\."):
         DDTreeConfig(**{name: value})
 
 
 @pytest.mark.parametrize("name", ["budget", "max_depth"])
-@pytest.mark.parametrize("value", [True, False, 15.0, 1.5, float("nan"), "63", "AUTO", "", [15], {}])
+@pytest.mark.parametrize("value", [True, False, 15.0, 1.5, float("nan"), "63", "AUTO", "", [15.0], ["auto"], {}])
 def test_what_is_not_an_int_is_refused_with_its_name(name: str, value: Any) -> None:
-    with pytest.raises(TypeError, match=f"`{name}` must be an int or "):
+    with pytest.raises(TypeError, match=f"`{name}` must be an int"):
         DDTreeConfig(**{name: value})
+
+
+def test_a_sequence_is_a_schedule() -> None:
+    config = DDTreeConfig(budget=[15, 0, 63, 15])
+    assert config == DDTreeConfig(budget=(15, 0, 63, 15))
+    assert hash(config)
+    assert config.sizes("cpu") == config.sizes("cuda") == (0, 15, 63)
+    assert json.loads(json.dumps(config.to_dict()))["budget"] == [15, 0, 63, 15]
+    for empty in ([], ()):
+        with pytest.raises(ValueError, match="`budget` is an empty sequence"):
+            DDTreeConfig(budget=empty)
 
 
 def test_auto_is_a_budget_and_no_depth_and_none_a_depth_and_no_budget() -> None:
     with pytest.raises(TypeError, match="`max_depth` must be an int or None, got 'auto'"):
         DDTreeConfig(max_depth="auto")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match='`budget` must be an int or "auto", got None'):
+    with pytest.raises(TypeError, match='`budget` must be an int, "auto" or a sequence of ints, got None'):
         DDTreeConfig(budget=None)  # type: ignore[arg-type]
 
 
@@ -116,7 +131,7 @@ def test_unknown_keys_are_refused_by_name_beside_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "name"),
     [
-        ({"budget": 0}, ValueError, "budget"),
+        ({"budget": -1}, ValueError, "budget"),
         ({"budget": True}, TypeError, "budget"),
         ({"tree": "heap"}, ValueError, "tree"),
         ({"max_depth": 2.0}, TypeError, "max_depth"),

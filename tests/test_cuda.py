@@ -101,6 +101,25 @@ def test_captured_rounds_are_plain_decodings(target: PreTrainedModel, options: d
         assert out.ddtree_stats.path.startswith(("captured", "compiled")) == captured, out.ddtree_stats.path
 
 
+@pytest.mark.parametrize("budget", ["auto", [0, 15, 0, 0, 63, 31, 7, 0, 127] * 20, 0], ids=["auto", "mixed", "none"])
+@pytest.mark.parametrize("options", [GREEDY, SAMPLING], ids=["greedy", "warped"])
+def test_graphs_of_several_sizes(budget: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_ddtree.budget.CAPTURE_SHARE", float("inf"))
+    model = tiny_target("qwen2_mixed").cuda()
+    drafter = tiny_drafter(model, block_size=16).cuda()
+    config = DDTreeConfig(budget=budget, execution="captured")
+    for prompt, new in ((60, 200), (12, 100)):
+        ids = prompt_ids(prompt, seed=new).cuda()
+        expected, expected_state = run(model, ids, new, **options)
+        out, state = run(model, ids, new, assistant_model=drafter, ddtree=config, **options)
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        assert torch.equal(state, expected_state)
+        assert out.ddtree_stats.path.startswith("captured"), out.ddtree_stats.path
+        replay = DDTreeConfig(budget=out.ddtree_stats.budgets, execution="captured")
+        again, _ = run(model, ids, new, assistant_model=drafter, ddtree=replay, **options)
+        assert again.ddtree_stats.acceptance_lengths == out.ddtree_stats.acceptance_lengths
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_runs(dtype: torch.dtype) -> None:
     model = tiny_target("qwen3").to("cuda", dtype)

@@ -232,7 +232,7 @@ class TestTheDraftersContext:
 
     def drafts(self, model: PreTrainedModel, drafter: DFlashDraftModel, ids: torch.Tensor, **options: Any) -> Any:
         options = {"pad_token_id": None} | options  # else the next turn masks pad ids in the text
-        out, _ = trees(model, drafter, ids, 20, GREEDY | options, DDTreeConfig(record_trees=True))
+        out, _ = trees(model, drafter, ids, 20, GREEDY | options, DDTreeConfig(budget=15, record_trees=True))
         return out, [round_.tree for round_ in out.ddtree_stats.trees]
 
     @pytest.fixture

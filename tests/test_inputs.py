@@ -235,7 +235,7 @@ def test_a_calls_false_beats_the_config(llama: PreTrainedModel) -> None:
         ({"budget": -1}, ValueError, "budget"),
         ({"budget": 8.0}, TypeError, "budget"),
         ({"budget": None}, TypeError, "budget"),
-        ({"budget": [15]}, TypeError, "budget"),
+        ({"budget": [15, "auto"]}, TypeError, "budget"),
         ({"max_depth": 10**9}, ValueError, "max_depth"),
         ({"tree": "__import__"}, ValueError, "tree"),
         ({"tree": ["chain"]}, ValueError, "tree"),

@@ -204,7 +204,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("value", "kind", "match"),
         [
-            ({"budget": 0}, ValueError, "budget"),
+            ({"budget": -1}, ValueError, "budget"),
             ({"budget": 2.5}, TypeError, "budget"),
             ({"budget": True}, TypeError, "budget"),
             ({"budget": "large"}, TypeError, "budget"),

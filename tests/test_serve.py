@@ -252,7 +252,7 @@ def test_trees_off(trees: Running, plain: Running, strong: None, stream: bool) -
         ({"ddtree": {}}, BUDGET),
         ({"ddtree": {"budget": BUDGET}}, BUDGET),
         ({"ddtree": {"budget": 15}}, 15),
-        ({"ddtree": {"budget": "auto"}}, 15),
+        ({"ddtree": {"budget": [15, 7]}}, 15),
         ({"ddtree": DDTreeConfig(budget=15).to_dict()}, 15),
     ],
 )
@@ -266,8 +266,9 @@ def test_the_budget_lowered(trees: Running, plain: Running, strong: None, config
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ddtree": {"budget": BUDGET + 1}}, f"`budget` is {BUDGET}, and a request may only lower it"),
-    ({"ddtree": {"budget": 0}}, "between 1 and 1024"),
-    ({"ddtree": {"budget": "large"}}, 'an int or "auto"'),
+    ({"ddtree": {"budget": -1}}, "between 0 and 1024"),
+    ({"ddtree": {"budget": "auto"}}, f"`budget` is {BUDGET}, and a request may only lower it"),
+    ({"ddtree": {"budget": "large"}}, 'an int, "auto"'),
     ({"ddtree": {"tree": "chain"}}, "change nothing else"),
     ({"ddtree": {"max_depth": 2}}, "change nothing else"),
     ({"ddtree": {"budget": 7, "record_trees": True}}, "change nothing else"),
@@ -308,9 +309,9 @@ def test_what_trees_cannot_do_works_with_trees_off(trees: Running, plain: Runnin
 
 def test_auto_is_compared_by_what_it_means() -> None:
     assert requested_config({"budget": 15}, DDTreeConfig(), "cpu") == DDTreeConfig(budget=15)
-    assert requested_config({"budget": 63}, DDTreeConfig(), "cuda") == DDTreeConfig(budget=63)
-    with pytest.raises(ValueError, match="`budget` is 15"):
-        requested_config({"budget": 16}, DDTreeConfig(), "cpu")
+    assert requested_config({"budget": 255}, DDTreeConfig(), "cuda") == DDTreeConfig(budget=255)
+    with pytest.raises(ValueError, match="`budget` is 63"):
+        requested_config({"budget": 64}, DDTreeConfig(), "cpu")
     with pytest.raises(ValueError, match="`budget` is 7"):
         requested_config({"budget": "auto"}, DDTreeConfig(budget=7), "cpu")
 
@@ -377,7 +378,8 @@ def test_continuous_batching_is_refused_before_anything_loads(options: list[str]
 
 
 @pytest.mark.parametrize(
-    ("options", "match"), [(["--budget", "0"], "budget"), (["--budget", "x"], "budget"), (["--tree", "bush"], "tree")]
+    ("options", "match"),
+    [(["--budget", "1025"], "budget"), (["--budget", "x"], "budget"), (["--tree", "bush"], "tree")],
 )
 def test_bad_options_are_refused_before_anything_loads(options: list[str], match: str) -> None:
     result = CliRunner().invoke(app, ["serve", "no/model", "--assistant-model", "no/drafter", *options])

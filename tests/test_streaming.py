@@ -170,7 +170,7 @@ BEFORE_THE_LOOP: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 2},
     "two prompts": {"inputs": IDS.repeat(2, 1)},
     "no drafter": {"assistant_model": None},
-    "tree options": {"ddtree": {"budget": 0}},
+    "tree options": {"ddtree": {"budget": -1}},
     "no tree options at all": {"ddtree": 0},
     "an array": {"ddtree": torch.tensor([1, 2])},
     "the prompt twice": {"inputs": IDS, "input_ids": IDS},

@@ -18,6 +18,7 @@ from .draft_tree import DraftTree, build_tree
 from .tree_cache import DraftCache
 from .verifier import input_device
 
+_MOST_PENDING = 512  # tokens that may wait for the next draft to become context
 _CONTEXT = "_hf_ddtree_context"  # on a cache that `generate` returned
 
 
@@ -63,7 +64,9 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         self.layer_ids = tuple(drafter.config.target_layer_ids)
         self.block_size = drafter.config.block_size
         self.max_depth = min(self.block_size - 1, config.max_depth or self.block_size - 1)
-        self.nodes = config.nodes(target.device.type)
+        self.nodes = max(config.sizes(target.device.type))
+        if config.tree == "chain":
+            self.nodes = min(self.nodes, self.max_depth)
         self.model_kwargs_overrides = {"output_hidden_states": compat.hidden_states_request(self.layer_ids)}
         self.cache = DraftCache.for_config(drafter.config) if cache is None else cache
         self._features: list[torch.Tensor] = []
@@ -83,11 +86,18 @@ class DDTreeCandidateGenerator(CandidateGenerator):
 
     def draft_tree(self, root: torch.Tensor, position: torch.Tensor, depth: int) -> DraftTree:
         """The tree of one round, at most `depth` deep; of no nodes at depth 0, and then nothing is drafted."""
-        depth = min(depth, self.max_depth)
+        depth = min(depth, self.max_depth, self.nodes)
         if depth < 1:
+            if sum(features.shape[1] for features in self._features) >= _MOST_PENDING:
+                self.absorb(root, position)
             return DraftTree(root[:, 1:], root[:, 1:], root[:, 1:], root[:, 1:].float())
         token_ids, log_probs = self.propose(root, position, depth, candidates=self.nodes)
         return build_tree(self.config.tree, token_ids, log_probs, self.nodes)
+
+    def absorb(self, root: torch.Tensor, position: torch.Tensor) -> None:
+        """Make what is pending part of the context, ahead of the next draft."""
+        if self._features:
+            self._draft(root, position)
 
     def _draft(self, root: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """One drafter pass: append what is pending to the context, denoise one block `(B, block, H)`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -10,10 +10,10 @@ MAX_BUDGET = 1024
 TREES = ("best_first", "chain", "static")
 EXECUTIONS = ("auto", "captured", "plain")
 
-# Until the budget is learned: a CPU pays for each node in compute, a GPU reads the weights anyway. One less than a
-# multiple of 16, since the root takes a row as well.
-_AUTO_BUDGET_CPU = 15
-_AUTO_BUDGET = 63
+# Budgets that "auto" chooses from, and the one that it begins with: a CPU pays for each node in compute, a GPU reads
+# the weights anyway. One less than a power of two, since the root takes a row as well; 0 is no tree, a single token.
+_SIZES_CPU, _FIRST_CPU = (0, 3, 7, 15, 31, 63), 15
+_SIZES, _FIRST = (0, 15, 31, 63, 127, 255), 63
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,13 @@ class DDTreeConfig:
     Options of tree decoding, for `generate(..., ddtree=DDTreeConfig(...))` or a dict of the same keys.
 
     Args:
-        budget (`int` or `"auto"`):
-            Nodes of a tree besides its root, 1 to 1024. `"auto"` means 15 on a CPU and 63 elsewhere.
+        budget (`int`, `"auto"` or a sequence of `int`):
+            Nodes of a tree besides its root, 0 to 1024; without any, a round gives one token. `"auto"` learns what
+            rounds cost while decoding, and chooses for each tree the number that gives the most tokens a second: up
+            to 63 on a CPU, beginning with 15, and up to 255 elsewhere, beginning with 63. It stays with the first
+            where results must not depend on time: under `torch.use_deterministic_algorithms` and in distributed
+            runs. A sequence, such as another call's `ddtree_stats.budgets`, is replayed, its last number for all
+            further rounds.
         tree (`"best_first"`, `"chain"` or `"static"`):
             DDTree's most probable prefixes, DFlash's single most probable continuation, or a tree of fixed shape.
         max_depth (`int`, *optional*):
@@ -42,7 +47,7 @@ class DDTreeConfig:
         TypeError: A value has the wrong type.
     """
 
-    budget: int | Literal["auto"] = "auto"
+    budget: int | Literal["auto"] | Sequence[int] = "auto"
     tree: Literal["best_first", "chain", "static"] = "best_first"
     max_depth: int | None = None
     execution: Literal["auto", "captured", "plain"] = "auto"
@@ -50,8 +55,13 @@ class DDTreeConfig:
     record_times: bool = False
 
     def __post_init__(self) -> None:
-        if self.budget != "auto":
-            _check_int("budget", self.budget, 1, MAX_BUDGET, 'an int or "auto"')
+        if isinstance(self.budget, (list, tuple)):
+            object.__setattr__(self, "budget", tuple(self.budget))
+            if not self.budget:
+                raise ValueError("ddtree: `budget` is an empty sequence.")
+        for budget in self.budget if isinstance(self.budget, tuple) else (self.budget,):
+            if budget != "auto" or isinstance(self.budget, tuple):
+                _check_int("budget", budget, 0, MAX_BUDGET, 'an int, "auto" or a sequence of ints')
         if self.tree not in TREES:
             raise ValueError(f"ddtree: `tree` must be one of {', '.join(TREES)}, got {self.tree!r}.")
         if self.execution not in EXECUTIONS:
@@ -64,7 +74,8 @@ class DDTreeConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The options as a JSON-serialisable dict."""
-        return asdict(self)
+        options = asdict(self)
+        return options | {"budget": list(self.budget)} if isinstance(self.budget, tuple) else options
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> DDTreeConfig:
@@ -95,11 +106,16 @@ class DDTreeConfig:
             return cls.from_dict(value)
         raise TypeError(f"`ddtree` must be True, False, a DDTreeConfig or a dict of its options, got {value!r}.")
 
-    def nodes(self, device_type: str) -> int:
-        """The number of nodes that `budget` means on a device."""
+    def sizes(self, device_type: str) -> tuple[int, ...]:
+        """The numbers of nodes that rounds on a device may have, ascending."""
         if self.budget == "auto":
-            return _AUTO_BUDGET_CPU if device_type == "cpu" else _AUTO_BUDGET
-        return self.budget
+            return _SIZES_CPU if device_type == "cpu" else _SIZES
+        return (self.budget,) if isinstance(self.budget, int) else tuple(sorted(set(self.budget)))
+
+
+def first_size(device_type: str) -> int:
+    """The number of nodes that `budget="auto"` begins with."""
+    return _FIRST_CPU if device_type == "cpu" else _FIRST
 
 
 def _check_int(name: str, value: Any, low: int, high: int, expected: str) -> None:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache, GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
+from .budget import Budget, clock, make_budget
 from .candidate_generator import DDTreeCandidateGenerator
+from .capture import find_rounds, find_step, why_not_captured
 from .compat import CACHE_KEY, decoder_only_output
-from .compiled import Step, find_step, why_not_captured
+from .compiled import Step
 from .configuration_ddtree import DDTreeConfig
 from .draft_tree import DraftTree, ancestor_matrix
 from .logits_process import commit_next, walk
 from .outputs import DDTreeStats, GenerateDDTreeOutput, GenerationRecord, PlainColumns, ended
 from .rope import RopeSwitch
-from .target_state import Buffers, claim
+from .target_state import Buffers, claim, state_of
 from .validation import check_batch
 from .verifier import Verifier
 
@@ -76,14 +78,23 @@ def ddtree_decoding(
             position = positions[..., -1:] + 1  # the bonus token's, root of the first tree
             del outputs, features
             if not stop:
-                tree, plain = draft(source, verifier, rope, record, position, timed)
                 reason = why_not_captured(
                     buffers, source, verifier, rope, record, logits_processor, do_sample, position, synced_gpus
                 )
+                find_budget = functools.partial(
+                    make_budget, source, state_of(model).experiences, do_sample=do_sample, length=record.length
+                )
+                budget = find_budget(captured=reason is None)
+                draft_next = functools.partial(draft, source, verifier, rope, record, budget, timed)
+                started = clock()
+                drafted = draft_next(position)
                 if reason is None:
-                    tree, position, stop = captured_rounds(
-                        buffers, source, verifier, record, logits_processor, do_sample, tree, position, stats, timed
-                    )
+                    drafted, position, stop = captured_rounds(
+                        buffers, source, verifier, record, logits_processor, do_sample, budget, draft_next, drafted,
+                        position, stats, timed,
+                    )  # fmt: skip
+                    budget = find_budget(captured=False)  # for what they have left
+                    draft_next = functools.partial(draft, source, verifier, rope, record, budget, timed)
                 else:
                     stats.path = f"plain: {reason}"
 
@@ -92,6 +103,7 @@ def ddtree_decoding(
                 if stop:  # another rank still decodes, and its forwards need ours
                     verifier.idle(root, position)
                     continue
+                tree, nodes, plain = drafted
                 # Verify the tree in one forward.
                 with timed("verify"):
                     ancestors = ancestor_matrix(tree.parents, tree.depths)
@@ -111,10 +123,13 @@ def ddtree_decoding(
                     features = verified.features[:, path[0].to(verified.features.device)]
                     source.append(features, (position + steps).view(-1, len(rows))[:1])
                 position = position + len(rows)
-                stats.add_round(source.nodes, root, tree, rows, keep_tree=config.record_trees)
+                stats.add_round(nodes, root, tree, rows, keep_tree=config.record_trees)
                 # Draft the next block, and build the tree from its distributions.
                 if not stop:
-                    tree, plain = draft(source, verifier, rope, record, position, timed)
+                    if not plain:
+                        budget.observe(nodes, rows, clock() - started, record.length)
+                    started = clock()
+                    drafted = draft_next(position)
 
         if verifier.recomputed:  # what the caller's cache holds belongs to another text now
             users_cache = DynamicCache(config=verifier.config)
@@ -138,20 +153,30 @@ def ddtree_decoding(
     return output
 
 
+class Drafted(NamedTuple):
+    """What the next round verifies."""
+
+    tree: DraftTree
+    nodes: int  # that were asked for
+    plain: bool  # whether one plain step is due instead; then there are none
+
+
 def draft(
     source: DDTreeCandidateGenerator,
     verifier: Verifier,
     rope: RopeSwitch,
     record: GenerationRecord,
-    position: torch.Tensor,
+    budget: Budget,
     timed: Callable[[str], AbstractContextManager[None]],
-) -> tuple[DraftTree, bool]:
-    """The tree behind the bonus token, and whether one plain step is due instead (then it has no nodes)."""
+    position: torch.Tensor,
+) -> Drafted:
+    """The tree behind the bonus token, whose position is given."""
     with timed("draft"):
         plain = rope.crossed(record.length, position) or verifier.drops_cache or verifier.plain_only
-        depth = 0 if plain else min(record.room - 1, rope.room(record.length, position))
+        depth = 0 if plain or not budget.drafts else min(record.room - 1, rope.room(record.length, position))
         root = record.last_token.to(verifier.device)
-        return source.draft_tree(root, position.view(-1, 1)[:1], depth), plain
+        tree = source.draft_tree(root, position.view(-1, 1)[:1], depth)
+        return Drafted(*(budget.cut(tree) if depth > 0 else (tree, 0)), plain)
 
 
 def captured_rounds(
@@ -161,42 +186,63 @@ def captured_rounds(
     record: GenerationRecord,
     processors: LogitsProcessorList,
     do_sample: bool,
-    tree: DraftTree,
+    budget: Budget,
+    draft_next: Callable[[torch.Tensor], Drafted],
+    drafted: Drafted,
     position: torch.Tensor,
     stats: DDTreeStats,
     timed: Callable[[str], AbstractContextManager[None]],
-) -> tuple[DraftTree, torch.Tensor, bool]:
+) -> tuple[Drafted, torch.Tensor, bool]:
     """The rounds of `Step`, until generation ends or a step cannot be had.
 
     Returns:
-        The tree and the position of the next root, and whether generation ended.
+        What the next round verifies, the position of its root, and whether generation ended.
     """
-    stop, step = False, None
+    stop, rounds = False, None
     root = record.last_token.to(verifier.device)
+    tree, nodes, _ = drafted
+    if source.nodes:
+        source.absorb(root, position)  # so that the context has its buffers
     while not stop:
-        if step is None or not step.fits():
-            if step is not None:  # outgrown: nothing may hold its graph while the next is captured
-                root, position, tree, step = root.clone(), position.clone(), DraftTree(*map(torch.clone, tree)), None
-            begin = functools.partial(
-                Step.begin,
-                root=root,
-                position=position,
-                room=record.room,
-                tree=tree,
-                prompt_mask=verifier.prompt_mask,
-            )
-            step, stats.path = find_step(buffers, source, processors, do_sample, record.room, begin)
-            if step is None:
+        if rounds is None or not rounds.fits():
+            if rounds is not None:  # outgrown: nothing may hold its graphs while the next are captured
+                root, position, tree = root.clone(), position.clone(), DraftTree(*map(torch.clone, tree))
+                rounds = step = None
+            rounds = find_rounds(buffers, source, processors, do_sample, budget, record.room)
+            rounds.begin(root, position, record.room, tree, verifier.prompt_mask)
+            budget.ready = rounds.steps.keys()
+            root, position, tree = rounds.root, rounds.position, rounds.tree
+        step = find_step(rounds, nodes, budget, source.config.execution)
+        if not isinstance(step, Step):
+            stats.path = step
+            if (other := budget.cut(tree)[1]) == nodes:
                 break
-        drafted = DraftTree(*(field.clone() for field in step.tree)) if source.config.record_trees else step.tree
+            nodes = other
+            continue
+        stats.path = step.path
+        verified = tree.first(step.nodes)
+        if source.config.record_trees:
+            verified = DraftTree(*map(torch.clone, verified))
         bonus = record.last_token
+        started = clock()
         with timed("round"):
             outcome = step.run()
+        seconds = clock() - started
         count, stop = record.commit_path(outcome.token_ids, outcome.tokens)
         step.commit(count)
-        stats.add_round(source.nodes, bonus, drafted, outcome.rows[:count], keep_tree=source.config.record_trees)
-        root, position, tree = step.root, step.position, step.tree
-    return tree, position, stop
+        stats.add_round(nodes, bonus, verified, outcome.rows[:count], keep_tree=source.config.record_trees)
+        if not step.drafts:
+            source.append(rounds.features.clone(), position - 1)
+        if stop:
+            break
+        budget.observe(nodes, outcome.rows, seconds, record.length)
+        if step.drafts and budget.drafts:
+            nodes = budget.choose(outcome.expected)
+        else:  # drafting pauses, or begins again
+            fresh, nodes, _ = draft_next(position)
+            if nodes:
+                rounds.begin(root, position, record.room, fresh, verifier.prompt_mask)
+    return Drafted(tree.first(nodes), nodes, plain=False), position, stop
 
 
 def plain_columns(verifier: Verifier, users_cache: Any) -> PlainColumns:

@@ -1,4 +1,5 @@
-"""What the library keeps on a target between calls: a lock, and the buffers and captured steps of the last ones."""
+"""What the library keeps on a target between calls: a lock, the buffers and captured steps of the last ones, and
+what they learned."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _creating = threading.Lock()
 
 
 class Buffers:
-    """What a call writes to: rows of the target and of a drafter's context, and the steps captured over them.
+    """What a call writes to: rows of the target and of a drafter's context, and the rounds captured over them.
 
     Args:
         model: The target.
@@ -26,14 +27,14 @@ class Buffers:
         self.kept = kept
         self.cache = TreeCache.for_config(model.config.get_text_config(decoder=True))
         self.context = DraftCache([])
-        self.steps: dict[Any, Any] = {}
+        self.rounds: dict[Any, Any] = {}
         self._drafter: weakref.ref[Any] | None = None
 
     def context_of(self, drafter: Any) -> DraftCache:
         """The rows of a drafter's context; another drafter than the last call's gets new ones."""
         if self._drafter is None or self._drafter() is not drafter:
             self._drafter, self.context = weakref.ref(drafter), DraftCache.for_config(drafter.config)
-            self.steps.clear()
+            self.rounds.clear()
         return self.context
 
     def reset(self) -> None:
@@ -48,6 +49,7 @@ class TargetState:
         self.lock = threading.Lock()
         self.busy = False
         self.buffers: Buffers | None = None
+        self.experiences: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()  # by drafter
         self.uncompiled = 0  # calls that need the uncompiled forward now
         self.compiled: Any = None  # what they put aside
 

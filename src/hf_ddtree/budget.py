@@ -1,0 +1,304 @@
+"""How many nodes a round verifies: given, replayed, or chosen by what rounds cost and what their trees promise.
+
+DDTree (arXiv 2604.12989) gives the number of tokens that the best n nodes of a tree are expected to commit. A round of
+n nodes pays by that number over its seconds, and the seconds are learned while decoding.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Collection, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from .candidate_generator import DDTreeCandidateGenerator
+from .configuration_ddtree import first_size
+from .draft_tree import DraftTree, expected_tokens
+
+clock = time.perf_counter
+
+_TRIES = 3  # rounds of a size after which its cost is known
+_SAMPLES = 8  # the latest rounds of a size, whose lower quartile is its cost: what disturbs a round makes it longer
+_FADE = 0.97  # weight of the rounds before, in what is known of a drafter
+_PRIOR = 1.0  # expected tokens that the drafter's own word counts for
+_CARRIED = 4.0  # expected tokens that earlier calls' experience counts for, at most
+_ROUNDS = 8  # of trees, before single tokens are thought of
+_PAUSE = 64  # tokens until trees are tried again; twice as many each time
+CAPTURE_SHARE = 1.0  # of the time spent in rounds, that captures may take
+_LEAST_SHARE = 0.5  # of the smallest tree's round, that a round without one takes at least: it reads the same weights
+
+
+class Budget:
+    """
+    The same number of nodes in each round.
+
+    Args:
+        sizes: Numbers of nodes that a round may have, ascending; a tree is drafted with the last.
+    """
+
+    # Sizes for which a graph was captured, where rounds are graphs.
+    ready: Collection[int] | None = None
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = tuple(sizes)
+
+    @property
+    def most(self) -> int:
+        """Nodes of the largest tree."""
+        return self.sizes[-1]
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the next round has a tree."""
+        return self.most > 0
+
+    def cut(self, tree: DraftTree) -> tuple[DraftTree, int]:
+        """The part of a drafted tree that the next round verifies, and its number of nodes."""
+        nodes = self.choose(())
+        return tree.first(nodes), nodes
+
+    def choose(self, expected: Sequence[float]) -> int:
+        """The next round's number of nodes.
+
+        Args:
+            expected: Tokens that the best nodes of the tree are expected to commit, for each of `sizes`.
+        """
+        return self.most
+
+    def observe(self, nodes: int, rows: Sequence[int], seconds: float, length: int) -> None:
+        """Learn from a round.
+
+        Args:
+            nodes: What `choose` gave for it.
+            rows: That committed a token: the root (0), then accepted nodes + 1.
+            seconds: It took.
+            length: Of the text.
+        """
+
+    def note_captured(self, nodes: int, seconds: float | None) -> None:
+        """Learn what it took to capture a round of this size; `None` if it cannot be had."""
+
+
+class ReplayedBudget(Budget):
+    """The numbers of nodes that another call chose (`ddtree_stats.budgets`), and the last of them from there on."""
+
+    def __init__(self, budgets: Sequence[int]) -> None:
+        super().__init__(sorted(set(budgets)))
+        self._budgets = list(budgets)
+
+    @property
+    def drafts(self) -> bool:
+        return self._budgets[0] > 0
+
+    def choose(self, expected: Sequence[float]) -> int:
+        return self._budgets[0]
+
+    def observe(self, nodes: int, rows: Sequence[int], seconds: float, length: int) -> None:
+        if len(self._budgets) > 1:
+            del self._budgets[0]
+
+
+class Experience:
+    """What is known of a target with a drafter: kept between calls, and shared by those that run at a time."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        # Seconds of the latest rounds, by the magnitude of the text's length and by size.
+        self.seconds: dict[int, dict[int, list[float]]] = {}
+        # Of the nodes between a size and the one before: tokens that they were expected to add, and that they did.
+        self.expected = [0.0] * len(sizes)
+        self.added = [0.0] * len(sizes)
+        self.capturing = self.decoding = 0.0  # seconds of all calls
+        self.ruled_out: set[int] = set()
+
+    def cost(self, magnitude: int, size: int) -> float | None:
+        """Seconds of a round, or `None` if too few were seen."""
+        samples = self.seconds.get(magnitude, {}).get(size, ())
+        return sorted(samples)[(len(samples) - 1) // 4] if len(samples) >= _TRIES else None
+
+    def least_costs(self, magnitude: int, sizes: Sequence[int]) -> dict[int, float]:
+        """Seconds that a round of each size takes at least, as far as is known: they grow with size and with text."""
+        known = {size: cost for size in sizes if (cost := self.cost(magnitude, size)) is not None}
+        costs = {}
+        for size in sizes:
+            shorter = [cost for m in self.seconds if m < magnitude and (cost := self.cost(m, size)) is not None]
+            smaller = [cost for s, cost in known.items() if 0 < s < size]
+            larger = [s for s in known if s > size]
+            costs[size] = max(shorter + smaller, default=0.0)
+            if larger and not smaller:
+                share = (size + 1) / (larger[0] + 1) if size else _LEAST_SHARE
+                costs[size] = max(costs[size], share * known[larger[0]])
+        return costs | known
+
+
+class LearnedBudget(Budget):
+    """
+    The number of nodes that gives the most tokens a second, chosen anew for each tree.
+
+    A size that was not tried costs as little as those known allow: where it might win it is tried, and then it is
+    known. So none is tried for ever, and none that cannot win. What trees promise is corrected by what such trees have
+    kept. Where trees turn out slower than single tokens, drafting pauses, longer each time.
+
+    Args:
+        sizes: Ascending; 0 first, if single tokens are a choice.
+        first: The size to begin with.
+        experience: Of earlier calls.
+        length: Of the text.
+        captured: Whether rounds are graphs. Then a new size has to be captured first, and captures may not take longer
+            than the decoding so far.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        first: int,
+        experience: Experience,
+        length: int,
+        captured: bool,
+    ) -> None:
+        super().__init__(sizes)
+        self.first = first
+        self.experience = experience
+        self.ready = () if captured else None
+        self._magnitude = length.bit_length()
+        self._costs = experience.least_costs(self._magnitude, self.sizes)
+        self._promised: Sequence[float] = ()
+        self._pause, self._next_pause = 0, _PAUSE
+        self._rounds, self._tokens, self._seconds = 0, 0.0, 0.0  # of trees since the last pause; the latter two fade
+        for i, expected in enumerate(experience.expected):
+            if expected > _CARRIED:
+                experience.added[i] *= _CARRIED / expected
+                experience.expected[i] = _CARRIED
+
+    @property
+    def drafts(self) -> bool:
+        return self._pause == 0 and self.most > 0
+
+    def cut(self, tree: DraftTree) -> tuple[DraftTree, int]:
+        nodes = self.choose(promises(tree, self.sizes)[0].tolist())
+        return tree.first(nodes), nodes
+
+    def choose(self, expected: Sequence[float]) -> int:
+        self._promised = expected
+        tokens, before, factor, best, most = 1.0, 1.0, 1.0, self.first, 0.0
+        for size, promised, foreseen, added in zip(
+            self.sizes, expected, self.experience.expected, self.experience.added, strict=True
+        ):
+            if foreseen:
+                factor = (added + _PRIOR) / (foreseen + _PRIOR)
+            tokens += factor * (promised - before)
+            before = promised
+            cost = self._costs[size]
+            if size and cost and tokens / cost > most and self._is_open(size):
+                best, most = size, tokens / cost
+        return best
+
+    def observe(self, nodes: int, rows: Sequence[int], seconds: float, length: int) -> None:
+        self.experience.decoding += seconds
+        self._add(nodes, seconds, length.bit_length())
+        if nodes:
+            self._correct(nodes, rows)
+            self._rounds += 1
+            self._tokens, self._seconds = _FADE * self._tokens + len(rows), _FADE * self._seconds + seconds
+            if self._rounds >= _ROUNDS and self._single_tokens_win():
+                self._rest()
+        else:
+            self._pause -= 1
+            if self._pause == 0 and self._rounds:
+                # That was to learn what single tokens cost.
+                if self._single_tokens_win():
+                    self._rest()
+                else:
+                    self._rounds = 0
+
+    def note_captured(self, nodes: int, seconds: float | None) -> None:
+        if seconds is None:
+            self.experience.ruled_out.add(nodes)
+        else:
+            self.experience.capturing += seconds
+
+    def _is_open(self, size: int) -> bool:
+        """Whether a round may have this size now."""
+        known = self.experience
+        if self.ready is None or size in self.ready:
+            return True
+        if size in known.ruled_out:
+            return False
+        tried = known.cost(self._magnitude, size) is not None
+        return tried or known.capturing <= CAPTURE_SHARE * known.decoding
+
+    def _add(self, size: int, seconds: float, magnitude: int) -> None:
+        of_size = self.experience.seconds.setdefault(magnitude, {})
+        samples = of_size[size] = [*of_size.get(size, ())[1 - _SAMPLES :], seconds]
+        cost = self.experience.cost(magnitude, size)
+        if magnitude != self._magnitude or len(samples) == _TRIES:
+            self._magnitude = magnitude
+            self._costs = self.experience.least_costs(magnitude, self.sizes)
+        elif cost is not None:
+            self._costs[size] = cost
+
+    def _correct(self, nodes: int, rows: Sequence[int]) -> None:
+        """Compare what the verified nodes promised with what they gave."""
+        known, before = self.experience, 1.0
+        for i, (size, promised) in enumerate(zip(self.sizes, self._promised, strict=False)):
+            if size > nodes:
+                break
+            known.expected[i] = _FADE * known.expected[i] + promised - before
+            known.added[i] *= _FADE
+            before = promised
+        for row in rows:
+            known.added[bisect_left(self.sizes, row)] += row > 0
+
+    def _single_tokens_win(self) -> bool:
+        return self.sizes[0] == 0 and self._is_open(0) and self._tokens * self._costs[0] < self._seconds
+
+    def _rest(self) -> None:
+        """Draft nothing for a while."""
+        if self.experience.cost(self._magnitude, 0) is None:
+            self._pause = _TRIES
+            return
+        self._pause, self._next_pause = self._next_pause, 2 * self._next_pause
+        self._rounds, self._tokens, self._seconds = 0, 0.0, 0.0
+
+
+def promises(tree: DraftTree, sizes: Sequence[int]) -> torch.Tensor:
+    """Tokens that the best nodes of trees are expected to commit, for each of `sizes`: `(B, len(sizes))` float32."""
+    most = tree.token_ids.shape[1]
+    return expected_tokens(tree)[:, [min(size, most) for size in sizes]]
+
+
+def make_budget(
+    source: DDTreeCandidateGenerator,
+    experiences: MutableMapping[Any, dict[Any, Experience]],
+    *,
+    do_sample: bool,
+    captured: bool,
+    length: int,
+) -> Budget:
+    """What `source.config.budget` asks for.
+
+    Args:
+        source: The drafter's generator, with the target.
+        experiences: Those kept of the target, by drafter; one is added where it is missing.
+        do_sample: Whether rounds sample.
+        captured: Whether rounds are graphs.
+        length: Of the text.
+    """
+    config, most, device = source.config, source.nodes, source.target.device
+    if isinstance(config.budget, tuple):
+        return ReplayedBudget(config.budget)
+    if isinstance(config.budget, int):
+        return Budget([config.budget])
+    first = min(first_size(device.type), most)
+    # What is measured differs from run to run, and from rank to rank.
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if distributed or torch.are_deterministic_algorithms_enabled():
+        return Budget([first])
+    sizes = [*(size for size in config.sizes(device.type) if size < most), most]
+    key = (
+        device, source.target.dtype, source.device, source.dtype, config.tree, source.max_depth, do_sample,
+        config.execution if captured else "plain",
+    )  # fmt: skip
+    experience = experiences.setdefault(source.drafter, {}).setdefault(key, Experience(sizes))
+    return LearnedBudget(sizes, first, experience, length, captured)

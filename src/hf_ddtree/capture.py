@@ -1,0 +1,218 @@
+"""Which calls' rounds become CUDA graphs, and how the graphs are made, found again and given up."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as _module
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.generation.logits_process import LogitsProcessorList
+
+from .budget import Budget
+from .candidate_generator import DDTreeCandidateGenerator
+from .compiled import Rounds, Step
+from .logits_process import is_row_wise
+from .modeling_dflash import DFlashDraftModel
+from .outputs import GenerationRecord
+from .rope import RopeSwitch, rope_parameters
+from .target_state import Buffers
+from .verifier import Verifier
+
+_MOST_AHEAD = 4096  # tokens for which a call reserves rows at once
+_MOST_ROUNDS = 8  # kinds of calls whose graphs are kept for later ones
+_capturing = threading.Lock()
+
+
+def why_not_captured(
+    buffers: Buffers,
+    source: DDTreeCandidateGenerator,
+    verifier: Verifier,
+    rope: RopeSwitch,
+    record: GenerationRecord,
+    processors: LogitsProcessorList,
+    do_sample: bool,
+    position: torch.Tensor,
+    synced_gpus: bool,
+) -> str | None:
+    """Why a call's rounds cannot be steps, or `None`. What has to look at every module comes last."""
+    target, drafter = source.target, source.drafter
+    if not buffers.kept:
+        return "another call holds the buffers"
+    if source.config.execution == "plain":
+        return "asked for"
+    if why := _on_one_gpu({tensor.device for model in (target, drafter) for tensor in model.parameters()}):
+        return why
+    if getattr(target, "hf_quantizer", None) is not None:
+        return "weights are quantized"
+    if type(drafter) is not DFlashDraftModel:
+        return "the drafter is not a DFlashDraftModel"
+    if record.needs_rows or not is_row_wise(processors):
+        return "processors, criteria or outputs look at single tokens"
+    if do_sample and record.input_ids.device != source.device:
+        return "the prompt is on another device"
+    if synced_gpus:
+        return "ranks wait for each other"
+    if position.dim() > 2:
+        return "positions have several axes"
+    if rope.at is not None:
+        return "rotary frequencies switch"
+    if _has_dynamic_rope(target) or _has_dynamic_rope(drafter):
+        return "rotary frequencies follow the length"
+    if torch.is_autocast_enabled(source.device.type):
+        return "autocast is on"
+    if record.room < 2:
+        return "one token is left"
+    if verifier.plain_only:
+        return "steps have to be plain ones"
+    if verifier.step_kwargs or verifier.step_types:
+        return "the caller gives each step arguments of their own"
+    if any(map(_hooked, target.modules())) or any(map(_hooked, drafter.modules())):
+        return "a module has hooks"
+    if any(type(module).__module__.startswith("peft.") for module in target.modules()):
+        return "adapters may change between rounds"
+    return None
+
+
+def _on_one_gpu(devices: set[torch.device]) -> str | None:
+    """What speaks against it, or `None`."""
+    if devices == {torch.device("cpu")}:
+        return "on a CPU it gains nothing"
+    if len(devices) > 1:
+        return "weights lie on several devices"
+    return None if {device.type for device in devices} == {"cuda"} else "only CUDA graphs are captured"
+
+
+def _has_dynamic_rope(model: Any) -> bool:
+    config = model.config.get_text_config(decoder=True)
+    return any(rope.get("rope_type") == "dynamic" for rope in rope_parameters(config))
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether something runs around a module's forward that a graph would not repeat."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    hooks += [*_module._global_forward_hooks.values(), *_module._global_forward_pre_hooks.values()]
+    own = ("transformers.utils.output_capturing", "hf_ddtree.verifier")  # which write what they were asked for only
+    return "forward" in vars(module) or any(getattr(hook, "__module__", None) not in own for hook in hooks)
+
+
+def find_rounds(
+    buffers: Buffers,
+    source: DDTreeCandidateGenerator,
+    processors: LogitsProcessorList,
+    do_sample: bool,
+    budget: Budget,
+    room: int,
+) -> Rounds:
+    """The rounds for a call, with the graphs that earlier calls left for it.
+
+    Args:
+        room: Tokens that the call may still commit.
+    """
+    rows = min(room, _MOST_AHEAD) + source.nodes + 1
+    buffers.cache.reserve(buffers.cache.length + rows)
+    buffers.context.reserve(buffers.context.length + rows + 2 * source.block_size)
+    layers: list[Any] = [*buffers.cache.layers, *buffers.context.layers]
+    places = (layer.is_initialized and layer.keys.data_ptr() for layer in layers)
+    where = (_fingerprint(source.target), _fingerprint(source.drafter), *places)
+    what = (
+        source.config.tree, source.config.execution, source.nodes, source.max_depth, budget.sizes, do_sample,
+        tuple((type(processor), _values(processor)) for processor in processors),
+    )  # fmt: skip
+    for key in [key for key in buffers.rounds if key[1] != where]:
+        del buffers.rounds[key]  # its weights or rows have moved
+    rounds: Rounds | None = buffers.rounds.pop((what, where), None)
+    if rounds is None:
+        with torch.inference_mode(False), _on(source.device):  # ordinary tensors, for calls outside of it too
+            rounds = Rounds(source, buffers.cache, processors, do_sample, budget.sizes)
+    buffers.rounds[what, where] = rounds  # the last used is the last
+    while len(buffers.rounds) > _MOST_ROUNDS:
+        del buffers.rounds[next(iter(buffers.rounds))]
+    return rounds
+
+
+def find_step(rounds: Rounds, nodes: int, budget: Budget, execution: str) -> Step | str:
+    """The step of a size, captured now if it was not before; or the path without one, where no graph can be had."""
+    if nodes not in rounds.steps and nodes not in rounds.failed:
+        start = time.perf_counter()
+        step = _capture(rounds, nodes, execution)
+        if isinstance(step, Step):
+            rounds.steps[nodes] = step
+            budget.note_captured(nodes, time.perf_counter() - start)
+        else:
+            rounds.failed[nodes] = step
+            budget.note_captured(nodes, None)
+    return rounds.steps.get(nodes) or rounds.failed[nodes]
+
+
+def _capture(rounds: Rounds, nodes: int, execution: str) -> Step | str:
+    """A new step, without compilation if that fails; or the path without one."""
+    why = ""
+    for compiled in (True, False) if execution == "auto" else (False,):
+        step: Step | None = None
+        try:
+            # One capture at a time, as torch asks.
+            with _capturing, torch.inference_mode(False), _on(rounds.device), rounds.restored():
+                step = Step(rounds, nodes)
+                with _NoHostReads():  # type: ignore[no-untyped-call]
+                    step.rehearse()
+                if compiled:
+                    step.compile()
+                step.capture()
+        except Exception as error:
+            why, hopeless = _name(error), isinstance(error, torch.OutOfMemoryError)
+        else:
+            step.path = "compiled, in one CUDA graph" if compiled else "captured in one CUDA graph"
+            step.path += f" (not compiled: {why})" if why else ""
+            return step
+        step = None  # behind the error, whose traceback holds it
+        _release(rounds.device)
+        if hopeless:
+            break
+    return f"plain: the capture failed ({why})"
+
+
+def _name(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _release(device: torch.device) -> None:
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+
+
+def _fingerprint(model: Any) -> int:
+    """Changes with all that a graph has baked in: modules and their numbers, configs, and where weights lie."""
+    modules = [(id(module), type(module), _numbers(module)) for module in model.modules()]
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    places = [(id(tensor), tensor.data_ptr(), tensor.dtype) for tensor in tensors]
+    return hash((str(model.config.to_dict()), *modules, *places))
+
+
+def _numbers(module: nn.Module) -> tuple[Any, ...]:
+    return tuple(value for value in vars(module).values() if isinstance(value, (bool, int, float, str)))
+
+
+def _values(processor: Any) -> str:
+    """What a processor holds, tensors to their last digit."""
+    return str([(k, v.tolist() if isinstance(v, torch.Tensor) else v) for k, v in sorted(vars(processor).items())])
+
+
+class _NoHostReads(TorchDispatchMode):
+    """Raises where a forward reads a tensor on the host: in a capture that would be too late."""
+
+    _READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._READS and args[0].device.type != "cpu":
+            raise NotImplementedError("a forward that reads tensors on the host")
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,302 @@
+"""How many nodes a round verifies: learned, replayed, and the same whatever the clock says where that is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hf_ddtree import DDTreeConfig, candidate_generator, capture, compiled, decoding
+from hf_ddtree.budget import Budget, Experience, LearnedBudget, promises
+from hf_ddtree.draft_tree import DraftTree, ancestor_matrix, best_first_tree, node_depths
+from hf_ddtree.logits_process import follow
+from hf_ddtree.verifier import Verifier
+from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
+
+SIZES = (0, 3, 7, 15, 31, 63)
+GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9}
+
+
+def flat(nodes: int) -> float:
+    """A device that waits for its memory."""
+    return 1.0 + 0.002 * nodes + 0.1 * (nodes > 0)
+
+
+def steep(nodes: int) -> float:
+    """A device that pays for each node."""
+    return 1.0 + 0.03 * nodes + 0.2 * (nodes > 0)
+
+
+def rounds_of(drafter: str, seed: int = 0) -> Iterator[tuple[DraftTree, Callable[[int], list[int]]]]:
+    """Trees, and the rows that the target accepts of their best n nodes."""
+    generator = torch.Generator().manual_seed(seed)
+    sharpness = {"useless": 2.0, "fair": 2.0, "nearly perfect": 12.0}[drafter]
+    while True:
+        logits = sharpness * torch.randn(1, 15, 64, generator=generator).sort(dim=-1, descending=True)[0]
+        log_probs = logits.log_softmax(-1)
+        truth = torch.multinomial(log_probs[0].exp(), 1, generator=generator)[:, 0]
+        if drafter == "useless":  # and sure of itself
+            truth = truth + 64
+        tree = best_first_tree(torch.arange(64).expand(1, 15, -1), log_probs, 63)
+
+        def accepted(nodes: int, tree: DraftTree = tree, truth: torch.Tensor = truth) -> list[int]:
+            tree = tree.first(nodes)
+            ancestors = ancestor_matrix(tree.parents, tree.depths)
+            depths = node_depths(ancestors)
+            choices = torch.nn.functional.pad(truth, (0, 1), value=-1)[None].gather(1, depths)
+            rows, _ = follow(choices, tree, ancestors, depths, 16)
+            return [row for row in rows[0].tolist() if row >= 0]
+
+        yield tree, accepted
+
+
+def decode(
+    budget: Budget, cost: Callable[[int], float], drafter: str, rounds: int, seed: int = 0
+) -> list[tuple[int, int, float]]:
+    """Size, tokens and seconds of simulated rounds, some of which something else holds up."""
+    result, length = [], 100
+    noise = torch.Generator().manual_seed(seed)
+    for _, (tree, accepted) in zip(range(rounds), rounds_of(drafter, seed), strict=False):
+        nodes = budget.cut(tree)[1] if budget.drafts else 0
+        rows = accepted(nodes)
+        length += len(rows)
+        late, jitter = torch.rand(2, generator=noise).tolist()
+        budget.observe(nodes, rows, cost(nodes) * (1 + (0.5 if late < 0.1 else 0.0) + 0.02 * jitter), length)
+        result.append((nodes, len(rows), cost(nodes)))
+    return result
+
+
+def speed(rounds: list[tuple[int, int, float]]) -> float:
+    return sum(tokens for _, tokens, _ in rounds) / sum(seconds for *_, seconds in rounds)
+
+
+@pytest.mark.parametrize("drafter", ["useless", "fair", "nearly perfect"])
+@pytest.mark.parametrize("cost", [flat, steep])
+def test_finds_the_best_size_and_stays_there(cost: Callable[[int], float], drafter: str) -> None:
+    budget = LearnedBudget(SIZES, 15, Experience(SIZES), 100, captured=False)
+    rounds = decode(budget, cost, drafter, 600)[200:]
+    fixed = {size: speed(decode(Budget((size,)), cost, drafter, 600)[200:]) for size in SIZES}
+    best = max(SIZES, key=lambda size: fixed[size])
+    usual, _ = Counter(size for size, *_ in rounds).most_common(1)[0]
+    assert abs(SIZES.index(usual) - SIZES.index(best)) <= 1
+    assert speed(rounds) >= 0.97 * fixed[best]
+
+
+@pytest.mark.parametrize("cost", [flat, steep])
+def test_no_size_is_tried_for_ever(cost: Callable[[int], float]) -> None:
+    experience = Experience(SIZES)
+    never = {0, 63} if cost is steep else {0, 3}  # the best
+    tried = 0
+    for _ in range(5):
+        rounds = decode(LearnedBudget(SIZES, 15, experience, 100, captured=False), cost, "nearly perfect", 150)
+        tried += sum(size in never for size, *_ in rounds)
+    assert tried <= 3 * len(never) * len(experience.seconds)
+
+
+def test_drafting_pauses_longer_each_time() -> None:
+    budget = LearnedBudget(SIZES, 15, Experience(SIZES), 100, captured=False)
+    sizes = [size for size, *_ in decode(budget, flat, "useless", 1000)]
+    pauses = [len(list(group)) for size, group in itertools.groupby(sizes) if size == 0]
+    assert pauses[0] >= 64 and all(b > 1.5 * a for a, b in itertools.pairwise(pauses[:-1]))
+    assert sizes[0] == 15  # a new call gives the drafter another chance
+    assert sum(size > 0 for size in sizes) < 60
+
+
+def test_a_graph_is_captured_only_where_that_takes_no_longer_than_decoding_has() -> None:
+    experience = Experience(SIZES)
+    budget = LearnedBudget(SIZES, 15, experience, 100, captured=True)
+    ready: list[int] = []
+    budget.ready = ready
+    spent = 0.0
+    for tree, accepted in itertools.islice(rounds_of("fair"), 400):
+        nodes = budget.cut(tree)[1]
+        if nodes not in ready:
+            assert not ready or experience.capturing <= experience.decoding
+            ready.append(nodes)
+            spent += 50.0
+            budget.note_captured(nodes, 50.0)
+        budget.observe(nodes, accepted(nodes), flat(nodes), 100)
+    assert len(ready) > 2
+    # What cannot be captured is no longer asked for.
+    for size in SIZES[1:-1]:
+        budget.note_captured(size, None)
+    budget.ready = [63]
+    assert {budget.cut(tree)[1] for tree, _ in itertools.islice(rounds_of("fair"), 50)} == {63}
+
+
+def test_promises_count_the_root_and_end_with_the_tree() -> None:
+    tree, _ = next(rounds_of("fair"))
+    expected = promises(tree.first(20), SIZES)[0].tolist()
+    assert expected[0] == 1
+    assert expected == sorted(expected)
+    assert expected[-1] == expected[-2] == pytest.approx(1 + float(tree.first(20).log_probs.exp().sum()))
+
+
+def run(model: Any, ids: torch.Tensor, new: int, **options: Any) -> tuple[Any, torch.Tensor]:
+    torch.manual_seed(5)
+    out = model.generate(ids, max_new_tokens=new, return_dict_in_generate=True, **options)
+    return out, torch.get_rng_state()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[int], float]]:
+    """A clock that goes on with each forward over a tree, by what is put into the list."""
+    now, cost = [0.0], [flat]
+    original = Verifier.verify
+
+    def verify(self: Verifier, token_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        now[0] += cost[0](token_ids.shape[1] - 1)
+        return original(self, token_ids, *args, **kwargs)
+
+    monkeypatch.setattr(Verifier, "verify", verify)
+    monkeypatch.setattr(decoding, "clock", lambda: now[0])
+    return cost
+
+
+@pytest.mark.parametrize("useful", [False, True])
+@pytest.mark.parametrize(("cost", "options"), [(flat, GREEDY), (steep, GREEDY), (steep, SAMPLING)])
+def test_learned_in_generate(clock: Any, cost: Any, options: dict[str, Any], useful: bool) -> None:
+    clock[0] = cost
+    model = tiny_target("llama", num_hidden_layers=3)
+    drafter = tiny_drafter(model, block_size=16)  # drafts nonsense
+    expected, state = run(model, prompt_ids(20), 300, **options)
+    with scripted(expected.sequences, 0.97) if useful else contextlib.nullcontext():
+        for _ in range(2):
+            out, after = run(model, prompt_ids(20), 300, assistant_model=drafter, ddtree=True, **options)
+            assert out.sequences.tolist() == expected.sequences.tolist()
+            assert torch.equal(after, state)
+        budgets = Counter(out.ddtree_stats.budgets)
+        assert set(budgets) <= set(SIZES)
+        usual = budgets.most_common(1)[0][0]
+        assert usual in (7, 15, 31) if useful else usual == 0
+        # A good drafter is used, a useless one costs little.
+        seconds = sum(cost(nodes) for nodes in out.ddtree_stats.node_counts)
+        assert seconds < 300 * (0.4 if useful else 1.1)
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLING], ids=["greedy", "sampled"])
+def test_another_calls_choices_are_replayed(options: dict[str, Any]) -> None:
+    model = tiny_target("qwen3")
+    drafter = tiny_drafter(model, block_size=16)
+    expected, _ = run(model, prompt_ids(20), 120, **options)
+
+    def stats(budget: Any) -> Any:
+        with scripted(expected.sequences, 0.6):
+            config = DDTreeConfig(budget=budget)
+            out, _ = run(model, prompt_ids(20), 120, assistant_model=drafter, ddtree=config, **options)
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        return out.ddtree_stats
+
+    chosen = [7, 0, 0, 31, 3, 15, 0, 63, 1] * 30
+    first = stats(chosen)
+    assert first.budgets[:-1] == chosen[: first.rounds - 1]
+    again = stats(first.budgets)
+    assert (again.budgets, again.node_counts) == (first.budgets, first.node_counts)
+    assert again.acceptance_lengths == first.acceptance_lengths
+    learned = stats("auto")
+    assert stats(learned.budgets).acceptance_lengths == learned.acceptance_lengths
+
+
+def test_without_nodes_a_round_gives_one_token() -> None:
+    model = tiny_target("llama")
+    expected, _ = run(model, prompt_ids(20), 30, **GREEDY)
+    out, _ = run(model, prompt_ids(20), 30, assistant_model=tiny_drafter(model), ddtree={"budget": 0}, **GREEDY)
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert set(out.ddtree_stats.acceptance_lengths) == {1}
+    assert set(out.ddtree_stats.budgets) == set(out.ddtree_stats.node_counts) == {0}
+
+
+def test_a_long_pause_does_not_pile_up_what_the_drafter_has_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidate_generator, "_MOST_PENDING", 8)
+    model = tiny_target("llama")
+    drafter = tiny_drafter(model, sliding_window=9, layer_types=["sliding_attention", "full_attention"])
+    trees = []
+    for budget in ([0] * 30 + [15], [15]):
+        config = DDTreeConfig(budget=budget, record_trees=True)
+        out, _ = run(model, prompt_ids(20), 50, assistant_model=drafter, ddtree=config, **GREEDY)
+        ends = itertools.accumulate(out.ddtree_stats.acceptance_lengths)
+        trees.append(dict(zip(ends, out.ddtree_stats.trees, strict=True)))
+    both = [end for end in trees[0] if end > 32 and end in trees[1]][:5]
+    assert both
+    for end in both:
+        assert torch.equal(trees[0][end].tree.token_ids, trees[1][end].tree.token_ids)
+
+
+def test_where_results_must_not_depend_on_time_the_budget_is_fixed() -> None:
+    model = tiny_target("llama")
+    torch.use_deterministic_algorithms(True)
+    try:
+        out, _ = run(model, prompt_ids(20), 60, assistant_model=tiny_drafter(model), ddtree=True, **GREEDY)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert set(out.ddtree_stats.budgets[:-1]) == {15}
+
+
+def test_what_was_learned_stays_with_the_pair(clock: Any) -> None:
+    clock[0] = steep
+    model = tiny_target("llama")
+    drafter = tiny_drafter(model, block_size=16)
+    call = GREEDY | {"assistant_model": drafter, "ddtree": True}
+    expected, _ = run(model, prompt_ids(20), 200, **GREEDY)
+    with scripted(expected.sequences, 0.6):
+        first, _ = run(model, prompt_ids(20), 200, **call)
+        second, _ = run(model, prompt_ids(20), 200, **call)
+        other, _ = run(copy.deepcopy(model), prompt_ids(20), 200, **call)
+    assert first.ddtree_stats.budgets[:3] == other.ddtree_stats.budgets[:3] == [15] * 3
+    assert second.ddtree_stats.budgets[:3] != [15] * 3
+    experiences = model.__dict__["_hf_ddtree_state"].experiences
+    assert len(experiences) == 1
+    del drafter, call
+    gc.collect()
+    assert len(experiences) == 0
+
+
+@pytest.mark.usefixtures("stepped")
+@pytest.mark.parametrize("options", [GREEDY, SAMPLING], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("budget", ["auto", [0, 7, 0, 0, 31, 3, 0, 15, 63, 0, 1] * 20, 0])
+def test_steps_of_several_sizes_share_what_a_round_leaves(
+    options: dict[str, Any], budget: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_ddtree.budget.CAPTURE_SHARE", float("inf"))
+    model = tiny_target("qwen2_mixed")
+    drafter = tiny_drafter(model, block_size=16)
+    config = DDTreeConfig(budget=budget, record_trees=True)
+    for prompt, new in ((30, 90), (5, 60)):
+        expected, state = run(model, prompt_ids(prompt), new, **options)
+        out, after = run(model, prompt_ids(prompt), new, assistant_model=drafter, ddtree=config, **options)
+        assert out.ddtree_stats.path.startswith("compiled")
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        assert torch.equal(after, state)
+        # The plain loop drafts the same behind each token.
+        replay = DDTreeConfig(budget=out.ddtree_stats.budgets, record_trees=True, execution="plain")
+        plain, _ = run(model, prompt_ids(prompt), new, assistant_model=drafter, ddtree=replay, **options)
+        assert plain.ddtree_stats.acceptance_lengths == out.ddtree_stats.acceptance_lengths
+        deep = new - 16  # near the end the plain loop drafts less deep
+        for mine, theirs in list(zip(out.ddtree_stats.trees, plain.ddtree_stats.trees, strict=True))[:deep]:
+            assert torch.equal(mine.tree.token_ids, theirs.tree.token_ids)
+
+
+@pytest.mark.usefixtures("stepped")
+def test_a_size_that_cannot_be_captured_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_ddtree.budget.CAPTURE_SHARE", float("inf"))
+    monkeypatch.setattr(capture, "_release", lambda device: None)
+
+    def fail(self: compiled.Step) -> None:
+        if self.nodes > 15:
+            raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(compiled.Step, "capture", fail)
+    model = tiny_target("llama")
+    expected, _ = run(model, prompt_ids(20), 100, **GREEDY)
+    out, _ = run(model, prompt_ids(20), 100, assistant_model=tiny_drafter(model), ddtree=True, **GREEDY)
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert out.ddtree_stats.path.startswith("compiled")
+    assert max(out.ddtree_stats.budgets) <= 15
