@@ -264,8 +264,8 @@ class LearnedBudget(Budget):
 
 def promises(tree: DraftTree, sizes: Sequence[int]) -> torch.Tensor:
     """Tokens that the best nodes of trees are expected to commit, for each of `sizes`: `(B, len(sizes))` float32."""
-    most = tree.token_ids.shape[1]
-    return expected_tokens(tree)[:, [min(size, most) for size in sizes]]
+    most, expected = tree.token_ids.shape[1], expected_tokens(tree)
+    return torch.stack([expected[:, min(size, most)] for size in sizes], dim=1)  # an index would come from the host
 
 
 def make_budget(
