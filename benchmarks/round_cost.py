@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 import transformers
+from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.initialization import no_init_weights
 
 import hf_ddtree
-from hf_ddtree import DDTreeConfig, DFlashConfig, DFlashDraftModel, compiled
+from hf_ddtree import DDTreeConfig, DFlashConfig, DFlashDraftModel, capture, compiled
 from timing import copy_bandwidth, synchronize
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -93,6 +94,19 @@ class Script:
             return rows, tokens.clamp(min=0)
 
         compiled.best_candidates, compiled.follow = peaked, follow_path
+
+
+def count_captures() -> list[int]:
+    """A number that goes up with each step that is made."""
+    count = [0]
+    original = capture._capture
+
+    def counted(*args: Any) -> Any:
+        count[0] += 1
+        return original(*args)
+
+    capture._capture = counted
+    return count
 
 
 @contextlib.contextmanager
@@ -169,6 +183,14 @@ def waits_a_round(target: Any, drafter: Any, ids: torch.Tensor, budget: int) -> 
     return (counts[1] - counts[0]) / (rounds[1] - rounds[0])
 
 
+def most_memory(target: Any, ids: torch.Tensor, **options: Any) -> int:
+    """The most device memory that a call reserves, weights included."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(ids.device)
+    target.generate(ids, do_sample=False, **options)
+    return torch.cuda.max_memory_reserved(ids.device)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", choices=SHAPES, default="qwen3-8b")
@@ -209,15 +231,21 @@ def main(argv: list[str] | None = None) -> None:
             prompt(context), max_new_tokens=2 * accepted + 1, assistant_model=drafter, ddtree=config, **options
         )
         row = {"budget": config.budget, "context": context, "first_s": time.perf_counter() - start, **options}
+        before = captures[0], counters["stats"]["unique_graphs"]
         row |= round_ms(target, drafter, prompt(context), accepted, arguments.rounds, ddtree=config, **options)
+        row["captured_again"], row["compiled_again"] = (
+            now - then for now, then in zip((captures[0], counters["stats"]["unique_graphs"]), before, strict=True)
+        )
         report["rows"].append(row)
         print(
             f"budget {row['budget']:3}, context {context:5}, {row['accepted']:4.1f} accepted, "
             f"{'sampled' if options['do_sample'] else 'greedy '}: {row['ms']:.2f} ms a round, {row['host_ms']:.2f} "
-            f"of it the host's (first call {row['first_s']:.1f} s; {row['path']})",
+            f"of it the host's (first call {row['first_s']:.1f} s, {row['captured_again']} captures and "
+            f"{row['compiled_again']} compilations in the second; {row['path']})",
             flush=True,
         )
 
+    captures = count_captures()
     script = Script(device)
     sampling = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 0}
     # The longest context first: later calls of any length find their buffers, and their graphs, already there.
@@ -242,8 +270,23 @@ def main(argv: list[str] | None = None) -> None:
     if cuda:
         report["waits"] = waits_a_round(target, drafter, prompt(512), 63)
         print(f"the host waits {report['waits']:.2f} times a round", flush=True)
-        hf_ddtree.release_buffers(target)
     if cuda and not arguments.no_static:
+        hf_ddtree.release_buffers(target)
+        script.length.fill_(15)
+        slots, ids = STATIC_SLOTS[-1], prompt(512)
+        trees = {"assistant_model": drafter, "ddtree": DDTreeConfig(budget=63)}
+        ours = most_memory(target, ids, max_new_tokens=slots - 512 - 64, **trees)
+        kept = target.__dict__["_hf_ddtree_state"].buffers
+        assert kept.cache.capacity == slots
+        context = sum(2 * layer.keys.numel() * layer.keys.element_size() for layer in kept.context.layers)
+        del kept
+        hf_ddtree.release_buffers(target)
+        stock = most_memory(target, ids, max_new_tokens=8, cache_implementation="static", max_cache_len=slots)
+        drafter_bytes = sum(p.numel() * p.element_size() for p in drafter.parameters())
+        report["extra_memory"] = (ours - context - stock) / (stock - drafter_bytes)
+        print(
+            f"memory over compiled generate, {slots} slots, drafter aside: {report['extra_memory']:+.1%}", flush=True
+        )
         report["static_ms"] = {}
         for slots in STATIC_SLOTS:
             report["static_ms"][slots] = static_ms(target, prompt(512), slots)

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import hashlib
 import itertools
 import json
 import platform
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -27,56 +30,56 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import hf_ddtree
-from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, DFlashDraftModel
+from hf_ddtree import DDTreeConfig, DFlashDraftModel, budget
 from smollm2 import PROMPT_FILES, chat_ids, load_prompts, load_target, load_tokenizer, no_progress_bars
 from timing import synchronize
 
+WARM_UP = [
+    "Say hello.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Tom has 12 apples and gives a third of them to Anna. How many are left?",
+    "List five tips for a good night's sleep.",
+]
+
 
 def make_methods(drafter: DFlashDraftModel, budgets: list[int], cuda: bool) -> dict[str, dict[str, Any]]:
-    """Arguments of `generate` by the name of the method; the first is what the others are compared with."""
-    ours = {"assistant_model": drafter}
-    chain = DDTreeConfig(tree="chain", budget=drafter.config.block_size - 1)
-    methods: dict[str, dict[str, Any]] = {"generate": {}}
-    if cuda:
-        methods["compiled generate"] = {"cache_implementation": "static", "max_cache_len": 1024}
-    return methods | {
-        "one token a round": ours | {"ddtree": DDTreeConfig(execution="plain"), "drafts": False},
-        "native chain": ours | {"speculation_type": "dflash"},
-        "chain": ours | {"ddtree": chain},
-        f"static tree {budgets[0]}": ours | {"ddtree": DDTreeConfig(tree="static", budget=budgets[0])},
-        **{f"ddtree {budget}": ours | {"ddtree": DDTreeConfig(budget=budget)} for budget in budgets},
+    """Arguments of `generate` by the name of the method."""
+    trees = {f"ddtree {budget}": DDTreeConfig(budget=budget) for budget in budgets} | {
+        "one token a round": DDTreeConfig(budget=0),
+        "chain": DDTreeConfig(tree="chain", budget=drafter.config.block_size - 1),
+        f"static tree {budgets[0]}": DDTreeConfig(tree="static", budget=budgets[0]),
+        "ddtree auto": DDTreeConfig(),
     }
+    stock: dict[str, dict[str, Any]] = {"generate": {}}
+    if cuda:
+        stock["compiled generate"] = {"cache_implementation": "static", "max_cache_len": 1024}
+    stock["native chain"] = {"assistant_model": drafter, "speculation_type": "dflash"}
+    return stock | {name: {"assistant_model": drafter, "ddtree": config} for name, config in trees.items()}
 
 
 @contextlib.contextmanager
-def without_drafts() -> Iterator[None]:
-    """Our loop over empty trees: what plain decoding costs in it."""
-    original = DDTreeCandidateGenerator.draft_tree
-    DDTreeCandidateGenerator.draft_tree = lambda self, root, position, depth: original(self, root, position, 0)
+def settling() -> Iterator[None]:
+    """Let graphs of other sizes be captured at once, rather than when decoding has paid for them."""
+    original, budget.CAPTURE_SHARE = budget.CAPTURE_SHARE, float("inf")
     try:
         yield
     finally:
-        DDTreeCandidateGenerator.draft_tree = original
+        budget.CAPTURE_SHARE = original
 
 
 def answer(target: Any, ids: torch.Tensor, new_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
-    """One call: its new ids, seconds, and rounds where they are known."""
-    options = dict(options)
-    drafts = options.pop("drafts", True)
-    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new_tokens, "do_sample": False}
-    with contextlib.nullcontext() if drafts else without_drafts():
-        synchronize()
-        start = time.perf_counter()
-        out = target.generate(ids, return_dict_in_generate=True, **call, **options)
-        synchronize()
-        seconds = time.perf_counter() - start
+    """One call: its new ids and seconds, and what trees say of it."""
+    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new_tokens, "do_sample": False} | options
+    synchronize()
+    start = time.perf_counter()
+    out = target.generate(ids, return_dict_in_generate=True, **call)
+    synchronize()
+    seconds = time.perf_counter() - start
+    row = {"ids": out.sequences[0, ids.shape[1] :].tolist(), "seconds": seconds}
     stats = getattr(out, "ddtree_stats", None)
-    return {
-        "ids": out.sequences[0, ids.shape[1] :].tolist(),
-        "seconds": seconds,
-        "rounds": stats.rounds if stats else None,
-        "path": stats.path if stats else None,
-    }
+    if stats is not None:
+        row |= {"rounds": stats.rounds, "budgets": stats.budgets, "path": stats.path, "times": stats.times}
+    return row
 
 
 @torch.no_grad()
@@ -89,22 +92,42 @@ def regret(target: Any, ids: torch.Tensor, new_ids: list[int]) -> list[float]:
 
 
 def summarize(rows: list[dict[str, Any]], base: str) -> dict[str, dict[str, float]]:
-    """Figures of each method over some rows."""
-    table = {}
+    """Figures of each method; its speedup is over what `base` took for the same prompts."""
     by_method: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         by_method[row["method"]].append(row)
-    speed = {name: sum(len(r["ids"]) for r in own) / sum(r["seconds"] for r in own) for name, own in by_method.items()}
+    base_rows = {(row["set"], row["prompt"]): row for row in by_method[base]}
+    table = {}
     for name, own in by_method.items():
-        rounds = sum(r["rounds"] or 0 for r in own)
+        same = [base_rows[row["set"], row["prompt"]] for row in own]
+        rounds = sum(r.get("rounds", 0) for r in own)
+        nodes = [nodes for r in own for nodes in r.get("budgets", ())]
         table[name] = {
-            "tokens/s": speed[name],
-            "speedup": speed[name] / speed[base],
+            "prompts": len(own),
+            "tokens/s": speed(own),
+            "speedup": speed(own) / speed(same),
             "tokens a round": sum(len(r["ids"]) - 1 for r in own) / rounds if rounds else float("nan"),
-            "not the best": sum(gap > 0 for r in own for gap in r["regret"]) / sum(len(r["ids"]) for r in own),
+            "nodes a round": statistics.mean(nodes) if nodes else float("nan"),
+            "not the best, %": 100
+            * sum(gap > 0 for r in own for gap in r["regret"])
+            / sum(len(r["ids"]) for r in own),
             "most regret": max(gap for r in own for gap in r["regret"]),
         }
     return table
+
+
+def speed(rows: list[dict[str, Any]]) -> float:
+    return sum(len(r["ids"]) for r in rows) / sum(r["seconds"] for r in rows)
+
+
+def compact(row: dict[str, Any]) -> dict[str, Any]:
+    """What is worth keeping of a call."""
+    kept = {name: row[name] for name in ("set", "prompt", "method", "seconds", "rounds") if name in row}
+    if budgets := row.get("budgets"):
+        kept["nodes"] = round(statistics.mean(budgets), 2)
+    text = hashlib.sha256(str(row["ids"]).encode()).hexdigest()[:8]
+    not_best = sum(gap > 0 for gap in row["regret"])
+    return kept | {"tokens": len(row["ids"]), "text": text, "not_best": not_best, "most_regret": max(row["regret"])}
 
 
 def markdown(title: str, table: dict[str, dict[str, float]]) -> str:
@@ -123,6 +146,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--budgets", type=int, nargs="+", help="default: 15 63 on a CPU, 63 255 on a GPU")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--plain-prompts", type=int, help="of each set, for methods without graphs; default: all")
+    parser.add_argument("--methods", nargs="+", help="default: all")
     parser.add_argument("--json", type=Path, help="write every call there")
     arguments = parser.parse_args(argv)
 
@@ -131,34 +156,58 @@ def main(argv: list[str] | None = None) -> None:
     target, tokenizer = load_target(dtype).to(device), load_tokenizer()
     with no_progress_bars():
         drafter = DFlashDraftModel.from_pretrained(arguments.drafter, dtype=dtype).to(device)
-    methods = make_methods(drafter, arguments.budgets or ([63, 255] if cuda else [15, 63]), cuda)
+    methods = make_methods(drafter, arguments.budgets or ([63, 15, 127, 255] if cuda else [15, 7, 31]), cuda)
+    methods = {name: methods[name] for name in arguments.methods or methods}
+    base = "compiled generate" if cuda else "generate"
     where = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} threads of a CPU"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     print(f"SmolLM2-135M-Instruct, {arguments.dtype}, {where}, {versions}, greedy", flush=True)
 
-    warm_up = chat_ids(tokenizer, "Say hello.").to(device)
-    for options in methods.values():  # compiles, captures and allocates
-        answer(target, warm_up, arguments.new_tokens, options)
+    # Compile, capture, allocate and learn.
+    warm_up = [chat_ids(tokenizer, text).to(device) for text in WARM_UP]
+    with settling():
+        for name, options in methods.items():
+            for ids in warm_up if name == "ddtree auto" else warm_up[:1]:
+                row = answer(target, ids, arguments.new_tokens, options)
+            print(f"{name}: {row.get('path', 'stock')}", flush=True)
 
     rows: list[dict[str, Any]] = []
     turn = itertools.count()
     for name in arguments.sets:
         prompts = load_prompts(name)
         count = min(arguments.prompts or len(prompts), len(prompts))
+        plain = min(arguments.plain_prompts or count, count)
         for index in range(count):
             ids = chat_ids(tokenizer, prompts[index * len(prompts) // count]).to(device)
-            first = next(turn) % len(methods)
-            for method in (*list(methods)[first:], *list(methods)[:first]):
+            is_plain = index * plain // count != (index - 1) * plain // count  # evenly spread as well
+            due = [method for method in methods if is_plain or not cuda or method not in ("generate", "native chain")]
+            first = next(turn) % len(due)
+            regrets: dict[tuple[int, ...], list[float]] = {}
+            for method in (*due[first:], *due[:first]):
                 row = {"set": name, "prompt": index, "method": method}
                 row |= answer(target, ids, arguments.new_tokens, methods[method])
-                row["regret"] = regret(target, ids, row["ids"])
+                text = tuple(row["ids"])
+                regrets[text] = row["regret"] = regrets.get(text) or regret(target, ids, row["ids"])
                 rows.append(row)
-        print("\n" + markdown(name, summarize([row for row in rows if row["set"] == name], "generate")), flush=True)
-    print("\n" + markdown("all prompts", summarize(rows, "generate")))
+        print("\n" + markdown(name, summarize([row for row in rows if row["set"] == name], base)), flush=True)
+    print("\n" + markdown("all prompts", summarize(rows, base)), flush=True)
+
+    stages: dict[str, dict[str, float]] = {}
+    for method, options in methods.items():
+        if "ddtree" in options:
+            timed = options | {"ddtree": dataclasses.replace(options["ddtree"], record_times=True)}
+            answers = [answer(target, ids, arguments.new_tokens, timed) for ids in warm_up]
+            rounds = sum(row["rounds"] for row in answers)
+            stages[method] = {
+                stage: 1e3 * sum(row["times"].get(stage, 0.0) for row in answers) / rounds
+                for stage in ("draft", "verify", "walk", "keep", "round")
+            }
+    if stages:
+        print("\n" + markdown("ms a round, by stage", stages))
     if arguments.json:
         about = {"device": where, "machine": platform.machine(), "versions": versions, "dtype": arguments.dtype}
-        about |= {"hf_ddtree": hf_ddtree.__version__, "new_tokens": arguments.new_tokens}
-        arguments.json.write_text(json.dumps(about | {"rows": rows}))
+        about |= {"hf_ddtree": hf_ddtree.__version__, "new_tokens": arguments.new_tokens, "base": base}
+        arguments.json.write_text(json.dumps(about | {"stages": stages, "rows": list(map(compact, rows))}))
 
 
 if __name__ == "__main__":

@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
+import plots
 import round_cost
 import smollm2
 import speed
-from hf_ddtree import DFlashConfig, DFlashDraftModel, compiled
+from hf_ddtree import DFlashConfig, DFlashDraftModel, capture, compiled
 
 
 @pytest.mark.usefixtures("stepped")
 def test_a_rounds_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("best_candidates", "follow"):  # the script replaces them
-        monkeypatch.setattr(compiled, name, getattr(compiled, name))
-    report = tmp_path / "report.json"
+    for module, name in ((compiled, "best_candidates"), (compiled, "follow"), (capture, "_capture")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # the script replaces them
+    report = tmp_path / "round_cost.json"
     options = ["--budgets", "63", "7", "--contexts", "40", "20", "--accepted", "1", "4", "--rounds", "5"]
     round_cost.main(["--shapes", "tiny", *options, "--json", str(report)])
     rows = json.loads(report.read_text())["rows"]
@@ -26,7 +27,11 @@ def test_a_rounds_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["ms"] > row["host_ms"] > 0
         assert row["rounds"] in (5, 6)  # the first tree is not the script's
         assert row["path"] == "compiled, in one CUDA graph"
+        assert row["captured_again"] == row["compiled_again"] == 0
     assert [round(row["accepted"]) for row in rows[:5]] == [1, 3, 1, 3, 1]
+    report.write_text(json.dumps(json.loads(report.read_text()) | {"static_ms": {"768": 9.0}}))
+    plots.main([str(tmp_path)])
+    assert "reading the weights once" in report.with_suffix(".svg").read_text()
 
 
 def test_the_speed_of_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,14 +41,18 @@ def test_the_speed_of_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     )
     DFlashDraftModel(config).save_pretrained(tmp_path)
     options = ["--sets", "mt_bench", "--prompts", "2", "--new-tokens", "6", "--budgets", "3", "5"]
-    report = tmp_path / "report.json"
+    report = tmp_path / "speed.json"
     speed.main(["--drafter", str(tmp_path), *options, "--dtype", "float32", "--json", str(report)])
     rows = json.loads(report.read_text())["rows"]
-    methods = ["generate", "one token a round", "native chain", "chain", "static tree 3", "ddtree 3", "ddtree 5"]
-    assert [row["method"] for row in rows[:7]] == methods
-    assert [row["method"] for row in rows[7:]] == [*methods[1:], methods[0]]
-    for half in (rows[:7], rows[7:]):
-        assert len({tuple(row["ids"]) for row in half}) == 1
-        assert all(gap < 1e-3 for row in half for gap in row["regret"])
+    methods = "generate, native chain, ddtree 3, ddtree 5, one token a round, chain, static tree 3, ddtree auto".split(
+        ", "
+    )
+    assert [row["method"] for row in rows[:8]] == methods
+    assert [row["method"] for row in rows[8:]] == [*methods[1:], methods[0]]
+    for half in (rows[:8], rows[8:]):
+        assert len({row["text"] for row in half}) == 1
+        assert all(row["tokens"] == 6 and row["most_regret"] < 1e-3 for row in half)
     assert {row["rounds"] for row in rows if row["method"] == "one token a round"} == {5}
-    assert "| all prompts | tokens/s | speedup |" in capsys.readouterr().out
+    plots.main([str(tmp_path)])
+    assert report.with_suffix(".svg").exists()
+    assert "| all prompts | prompts | tokens/s | speedup |" in capsys.readouterr().out
