@@ -41,7 +41,8 @@ class DDTreeStats:
     Attributes:
         acceptance_lengths: Tokens committed in each round, bonus token included (the paper's tau).
         node_counts: Nodes verified in each round, root excluded.
-        budgets: The budget of each round.
+        budgets: The budget of each round, given or chosen; 0 for a round without a draft, as when trees do not pay.
+            As another call's `budget` they make the same trees again.
         path: How rounds ran: compiled or captured in one CUDA graph, or "plain" launches of one operation at a time
             and why.
         times: Seconds by stage over all rounds, when asked for (`record_times`); a captured round is one stage.
