@@ -24,7 +24,7 @@ def graph_microseconds(run: Callable[[], object], repeats: int) -> float:
         run()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         run()
     for _ in range(3):
         graph.replay()

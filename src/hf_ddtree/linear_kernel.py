@@ -57,20 +57,22 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-_COUNTERS: dict[tuple[torch.device, int], torch.Tensor] = {}
+_COUNTERS: dict[tuple[torch.device, int], list[torch.Tensor]] = {}  # of a stream; the last are in use
 
 
 def _counters(device: torch.device, count: int) -> torch.Tensor:
-    """Zeros, which each launch leaves as zeros; launches on one stream never overlap, and share them."""
-    key = device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    if key not in _COUNTERS or len(_COUNTERS[key]) < count:
-        # An earlier graph may still use the smaller ones.
-        _KEPT.append(torch.zeros(max(count, 4096), dtype=torch.int32, device=device))
-        _COUNTERS[key] = _KEPT[-1]
-    return _COUNTERS[key]
+    """Zeros, which each launch leaves as zeros: launches of one stream never overlap, and share them.
 
-
-_KEPT: list[torch.Tensor] = []
+    A graph shares those of the stream that it is captured on, if a launch came before; otherwise it makes its own.
+    """
+    on_gpu = device.type == "cuda"
+    kept = _COUNTERS.setdefault((device, torch.cuda.current_stream(device).cuda_stream if on_gpu else 0), [])
+    if kept and len(kept[-1]) >= count:
+        return kept[-1]
+    zeros = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
+    if not (on_gpu and torch.cuda.is_current_stream_capturing()):
+        kept.append(zeros)  # behind the smaller ones, which graphs may use
+    return zeros
 
 
 def linears_triton(
@@ -192,7 +194,7 @@ def launch_arguments(
         _counters(x.device, tiles * row_blocks),
         x.stride(0),
         rows,
-        *(sizes + [0, 0])[:3],
+        *[*sizes, 0, 0][:3],
         inner,
     ]
     kwargs = {
@@ -222,10 +224,10 @@ def launch_arguments(
 
 @triton.jit
 def _pick(which, first, second, third, COUNT: tl.constexpr):
-    if COUNT > 1:
+    if COUNT > 1:  # noqa: SIM102 (known when it is compiled)
         if which == 1:
             first = second
-    if COUNT > 2:
+    if COUNT > 2:  # noqa: SIM102
         if which == 2:
             first = third
     return first
