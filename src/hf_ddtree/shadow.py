@@ -132,15 +132,20 @@ def shadow(model: Any) -> Any:
     return copied(model)
 
 
-def compile_layers(layers: Iterable[nn.Module], rows: int) -> None:
-    """Compile a shadow's layers for inputs of `rows` rows, once for all that are alike."""
+def compile_layers(layers: Iterable[nn.Module], rows: int, join_linears: bool = False) -> None:
+    """
+    Compile a shadow's layers for inputs of `rows` rows, once for all that are alike.
+
+    Args:
+        join_linears: Linear layers over one input become one launch.
+    """
     for layer in layers:
         kind: Any = type(layer)
-        layer.__dict__["forward"] = functools.partial(_compiled_forward(kind, rows), layer)
+        layer.__dict__["forward"] = functools.partial(_compiled_forward(kind, rows, join_linears), layer)
 
 
 @functools.cache
-def _compiled_forward(kind: Any, rows: int) -> Callable[..., Any]:
+def _compiled_forward(kind: Any, rows: int, join_linears: bool) -> Callable[..., Any]:
     def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return kind.forward(layer, *args, **kwargs)
 
@@ -148,7 +153,12 @@ def _compiled_forward(kind: Any, rows: int) -> Callable[..., Any]:
     own = FunctionType(
         forward.__code__.replace(), forward.__globals__, f"forward_of_{rows}", closure=forward.__closure__
     )
-    return torch.compile(own, dynamic=False, fullgraph=True)
+    options: dict[str, Any] | None = None
+    if join_linears:
+        from .linear import JoinLinears
+
+        options = {"post_grad_custom_pre_pass": JoinLinears()}
+    return torch.compile(own, dynamic=False, fullgraph=True, options=options)
 
 
 def give_rows(owner: Any, layer: nn.Module, rows: Rows) -> None:
