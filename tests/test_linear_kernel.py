@@ -62,37 +62,29 @@ def compare(case: Case, tolerance: float) -> None:
     outputs, again = case.run(*inputs), case.run(*inputs)
     for ours, twice, best in zip(outputs, again, exact(case, *inputs), strict=True):
         assert ours.shape == best.shape and ours.dtype == case.dtype
-        assert float((ours.double() - best).norm() / best.norm()) < tolerance
+        assert float((ours.double() - best).norm()) <= tolerance * float(best.norm())
         assert torch.equal(ours, twice)
-    assert not any(counters.any() for kept in kernel._COUNTERS.values() for counters in kept)
 
 
-SMALL = Blocks(16, 16, 16, 5, 4, 2)
+SMALL = Blocks(16, 16, 16, 4, 2)
 CASES = {
-    "one weight": Case(outputs=(40,), blocks=SMALL),
     "two weights": Case(outputs=(5, 40), blocks=SMALL),
     "three weights": Case(blocks=SMALL),
     "biases": Case(biases=True, blocks=SMALL),
     "gate and up": Case(outputs=(40, 40), gated=True, blocks=SMALL),
     "one row": Case(rows=1, blocks=SMALL),
-    "64 rows": Case(rows=64, biases=True, blocks=SMALL._replace(rows=64)),
-    "65 rows": Case(rows=65, blocks=SMALL._replace(rows=64)),
-    "200 rows": Case(rows=200, outputs=(33, 33), gated=True, blocks=Blocks(32, 64, 32, 5, 4, 2)),
+    "65 rows": Case(rows=65, biases=True, blocks=SMALL._replace(rows=64)),
     "one output": Case(outputs=(1, 1, 1), biases=True, blocks=SMALL),
+    "one output, gate and up": Case(outputs=(1, 1), gated=True, blocks=SMALL),
     "even sizes": Case(rows=32, outputs=(32, 16, 16), inner=64, blocks=SMALL),
-    "one program": Case(blocks=SMALL._replace(programs=1)),
-    "a program a tile": Case(blocks=SMALL._replace(programs=8)),
-    "a program a block": Case(blocks=SMALL._replace(programs=1000)),
-    "many programs, gate and up": Case(outputs=(40, 40), gated=True, blocks=SMALL._replace(programs=11)),
-    "input on the left": Case(biases=True, blocks=SMALL._replace(transposed=False)),
-    "input on the left, gate and up": Case(
-        outputs=(40, 40), gated=True, blocks=SMALL._replace(transposed=False, programs=7)
-    ),
-    "descriptors": Case(biases=True, blocks=SMALL._replace(tma=True)),
-    "descriptors, gate and up": Case(outputs=(40, 40), gated=True, blocks=SMALL._replace(tma=True)),
-    "no hints": Case(blocks=SMALL._replace(hints=False)),
+    "by pointers": Case(biases=True, blocks=SMALL._replace(tma=False)),
+    "by pointers, gate and up": Case(outputs=(40, 40), gated=True, blocks=SMALL._replace(tma=False)),
+    "rows that are not aligned": Case(inner=71, biases=True, blocks=SMALL),
+    "nothing to add up": Case(inner=0, biases=True, blocks=SMALL),
+    "no rows": Case(rows=0, blocks=SMALL),
+    "no outputs": Case(outputs=(0, 40), biases=True, blocks=SMALL),
     "chosen blocks": Case(rows=70, outputs=(300, 100, 50), inner=200),
-    "chosen blocks, gate and up": Case(rows=70, outputs=(300, 300), inner=200, gated=True),
+    "chosen blocks, gate and up": Case(rows=200, outputs=(300, 300), inner=200, gated=True),
     "float16": Case(dtype=torch.float16, biases=True),
     "float16, gate and up": Case(rows=200, outputs=(100, 100), gated=True, dtype=torch.float16),
 }
@@ -100,28 +92,29 @@ CASES = {
 
 def test_wrong_arguments_are_named() -> None:
     x, weights, _ = Case().inputs()
-    with pytest.raises(ValueError, match="From 1 to 3 weights"):
-        kernel.linears_triton(x, [])
+    with pytest.raises(ValueError, match="Two or three weights"):
+        kernel.linears_triton(x, weights[:1])
     with pytest.raises(ValueError, match="as many biases"):
         kernel.linears_triton(x, weights, [x[0]])
     with pytest.raises(TypeError, match="float16"):
         kernel.linears_triton(x.half(), weights)
     with pytest.raises(ValueError, match="contiguous, of 72 columns"):
-        kernel.linears_triton(x, [weights[0].mT.contiguous().mT])
+        kernel.linears_triton(x, [weight.mT.contiguous().mT for weight in weights])
     with pytest.raises(ValueError, match=r"`gate` is \(40, 72\)"):
         kernel.gated_linear_triton(x, *weights[:2])
 
 
-def test_nothing_to_compute() -> None:
-    for rows, outputs, inner in ((0, 4, 8), (3, 0, 8), (3, 4, 0)):
-        x, weights, _ = Case(rows, (outputs,), inner).inputs()
-        (output,) = kernel.linears_triton(x, weights)
-        assert output.shape == (rows, outputs) and not output.any()
+def test_blocks_fit_shared_memory() -> None:
+    for rows in (1, 64, 65, 300):
+        for gated in (False, True):
+            blocks = kernel.choose_blocks(rows, gated, shared=101376)
+            tile = blocks.outputs * (2 if gated else 1) + blocks.rows
+            assert 1 < blocks.stages <= 101376 // (2 * blocks.inner * tile)
 
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New memory is NaN: outputs that nobody writes, and parts that are read before they are written."""
+    """New memory is NaN, and so are outputs that nobody writes."""
     new_empty = torch.Tensor.new_empty
 
     def poison(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -143,7 +136,8 @@ def test_interpreted_kernel(name: str) -> None:
 def test_interpreted_kernel_of_rows_that_lie_apart() -> None:
     case = Case(blocks=SMALL)
     x, weights, _ = case.inputs()
-    for apart in (torch.cat([x, x], dim=1)[:, :72], x.mT.contiguous().mT):
+    shifted = torch.cat([x[:, :1], x, x[:, :3]], dim=1)[:, 1:73]  # no address of a descriptor
+    for apart in (torch.cat([x, x], dim=1)[:, :72], shifted, x.mT.contiguous().mT):
         for ours, best in zip(case.run(apart, weights, None), exact(case, x, weights, None), strict=True):
             torch.testing.assert_close(ours.double(), best, rtol=1e-4, atol=1e-5)
 
@@ -153,70 +147,29 @@ def test_kernel_under_the_interpreter() -> None:
     run_interpreted(__file__, "interpreted_kernel")
 
 
-TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+TOLERANCES = {torch.float16: 1e-3, torch.bfloat16: 5e-3}
 WIDE = [
-    Case(rows, outputs, inner, gated=gated)
+    Case(rows, outputs, inner, biases=not gated, gated=gated, blocks=blocks)
     for rows in (1, 16, 17, 64, 65, 128, 200, 256)
     for outputs, inner, gated in (
         ((1024, 256, 256), 1024, False),
-        ((4096,), 2560, False),
+        ((4096, 4096), 2560, False),
         ((1500, 1500), 1000, True),
-        ((50257,), 768, False),
+        ((1536, 1536), 576, True),
     )
+    for blocks in (None, Blocks(64, 64, 64, 4, 3), Blocks(64, 64, 64, 4, 3, tma=False))
 ]
-GPU_CASES = {
-    **CASES,
-    **{f"{case.rows} rows, {case.outputs} outputs, {case.inner}": case for case in WIDE},
-    **{
-        f"{blocks}, {'gated' if gated else 'plain'}": Case(
-            64, (1024, 1024), 2048, biases=not gated, gated=gated, blocks=blocks
-        )
-        for gated in (False, True)
-        for blocks in (
-            Blocks(64, 64, 64, 132, 4, 3),
-            Blocks(64, 64, 64, 132, 4, 3, transposed=False),
-            Blocks(64, 64, 64, 132, 4, 3, tma=True),
-            Blocks(64, 64, 64, 132, 4, 3, overlap=True),
-            Blocks(64, 64, 64, 132, 4, 3, tma=True, overlap=True),
-        )
-    },
-}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs CUDA")
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.usefixtures("poisoned")
 class TestOnGPU:
-    @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-    @pytest.mark.parametrize("name", GPU_CASES)
-    @pytest.mark.usefixtures("poisoned")
-    def test_kernel_equals_float64(self, name: str, dtype: torch.dtype) -> None:
-        case = replace(GPU_CASES[name], device="cuda", dtype=dtype)
-        if dtype == torch.float32 and case.blocks is not None and case.blocks.outputs >= 64:
-            pytest.skip("blocks for two bytes an element")
-        compare(case, TOLERANCES[dtype])
+    @pytest.mark.parametrize("name", CASES)
+    def test_small_products_equal_float64(self, name: str, dtype: torch.dtype) -> None:
+        compare(replace(CASES[name], device="cuda", dtype=dtype), TOLERANCES[dtype])
 
-    @pytest.mark.parametrize("gated", [False, True])
-    @pytest.mark.parametrize("overlap", [False, True])
-    def test_a_graph_gives_the_same_bits_each_time(self, gated: bool, overlap: bool) -> None:
-        blocks = Blocks(64, 64, 64, 264, 4, 3, overlap=overlap)
-        case = Case(64, (1024, 1024), 1024, gated=gated, blocks=blocks, dtype=torch.bfloat16, device="cuda")
-        x, weights, _ = case.inputs()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            case.run(x, weights, None)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            first = case.run(x, weights, None)
-            second = case.run(first[0], weights, None)  # must see all of what comes before
-        kept = None
-        for _ in range(200):
-            for output in (*first, *second):
-                output.fill_(torch.nan)
-            graph.replay()
-            now = [output.clone() for output in (*first, *second)]
-            kept = kept or now
-            assert all(torch.equal(ours, before) for ours, before in zip(now, kept, strict=True))
-        for ours, best in zip(second, exact(case, first[0], weights, None), strict=True):
-            assert float((ours.double() - best).norm() / best.norm()) < TOLERANCES[torch.bfloat16]
+    @pytest.mark.parametrize("case", WIDE, ids=str)
+    def test_wide_products_equal_float64(self, case: Case, dtype: torch.dtype) -> None:
+        compare(replace(case, device="cuda", dtype=dtype), TOLERANCES[dtype])

@@ -1,8 +1,7 @@
-"""Linear layers of compiled graphs, those over one input as one: a pass for inductor, and the operators it puts in."""
+"""Linear layers of compiled graphs, those over one input as one: a pass for inductor, and the operator it puts in."""
 
 from __future__ import annotations
 
-import importlib.util
 import operator
 from collections import defaultdict
 from typing import Any
@@ -14,56 +13,48 @@ from torch.nn.functional import linear, silu
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _MOST_ROWS = 256  # beyond them products are not bound by reading weights
-
-
-def _has_kernel(x: torch.Tensor) -> bool:
-    return x.is_cuda and importlib.util.find_spec("triton") is not None
+_LEAST_TILES = 0.7  # of 64 outputs, for each multiprocessor: with fewer, cuBLAS gains more by splitting the sums
 
 
 @torch.library.custom_op("hf_ddtree::linears", mutates_args=())
-def linears(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Linear layers over one input: `(M, K)`, weights `(N_i, K)`, biases `(N_i,)` or none; results `(M, N_i)`."""
-    if _has_kernel(x):
-        from .linear_kernel import linears_triton
+def linears(
+    x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor], gated: bool
+) -> list[torch.Tensor]:
+    """Two or three layers over one input: `(M, K)`, weights `(N_i, K)`, biases `(N_i,)` or none; results `(M, N_i)`.
 
+    If `gated`, weights are gate and up, and the one result is `silu(x @ gate.T) * (x @ up.T)`.
+    """
+    if x.is_cuda:
+        from .linear_kernel import gated_linear_triton, linears_triton
+
+        if gated:
+            return [gated_linear_triton(x, weights[0], weights[1])]
         return linears_triton(x, weights, biases or None)
-    return [linear(x, *layer) for layer in zip(weights, *([biases] if biases else []), strict=True)]
+    outputs = [linear(x, *layer) for layer in zip(weights, *([biases] if biases else []), strict=True)]
+    return [silu(outputs[0]) * outputs[1]] if gated else outputs
 
 
 @linears.register_fake
-def _(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [x.new_empty(x.shape[0], weight.shape[0]) for weight in weights]
-
-
-@torch.library.custom_op("hf_ddtree::gated_linear", mutates_args=())
-def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`silu(x @ gate.T) * (x @ up.T)`: `(M, K)` and twice `(N, K)` give `(M, N)`."""
-    if _has_kernel(x):
-        from .linear_kernel import gated_linear_triton
-
-        return gated_linear_triton(x, gate, up)
-    return silu(linear(x, gate)) * linear(x, up)
-
-
-@gated_linear.register_fake
-def _(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape[0], gate.shape[0])
+def _(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor], gated: bool) -> list[torch.Tensor]:
+    return [x.new_empty(x.shape[0], weight.shape[0]) for weight in weights[: 1 if gated else None]]
 
 
 class JoinLinears(CustomGraphPass):
-    """Puts `linears` and `gated_linear` in the place of products by weights; what it does not know stays as it is."""
+    """Puts `linears` in the place of two or three products by weights, or of gate and up, that fill the device."""
 
     def __call__(self, graph: Graph) -> None:
         for node in list(graph.nodes):
-            _replace_gate(graph, node)
+            pair = _gate_and_up(node)
+            if pair and _fill(pair[:1]):
+                _join(graph, pair, [node], gated=True)
         graph.eliminate_dead_code()
         groups: dict[Any, list[Node]] = defaultdict(list)
         for node in graph.nodes:
-            if _weight_of(node) is not None:
-                groups[_input_of(node), node.target].append(node)
+            if _is_linear(node):
+                groups[_input_of(node)].append(node)
         for products in groups.values():
-            if len(products) <= 3:
-                _join(graph, products)
+            if len(products) in (2, 3) and _fill(products):
+                _join(graph, products, products, gated=False)
         graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
@@ -74,93 +65,82 @@ def _is(node: Any, *targets: Any) -> bool:
     return isinstance(node, Node) and node.target in targets
 
 
-def _weight_of(product: Any) -> Node | None:
-    """The weight, if this is a product by the transpose of one that the kernel takes."""
+def _is_linear(product: Any) -> bool:
+    """Whether this is a product by the transpose of a weight, of few enough rows, that the kernel takes."""
     if not _is(product, aten.mm.default, aten.addmm.default) or product.kwargs:
-        return None
+        return False
     *bias, x, transposed = product.args
-    if not (_is(transposed, aten.permute.default) and transposed.args[1] == [1, 0]) and not _is(
-        transposed, aten.t.default
-    ):
-        return None
-    weight = transposed.args[0]
-    if any(node.op not in ("placeholder", "get_attr") for node in (weight, *bias)):
-        return None
-    tensors = [node.meta["val"] for node in (x, weight, *bias)]
-    if len({tensor.dtype for tensor in tensors}) > 1 or not tensors[1].is_contiguous():
-        return None
-    if bias and tensors[2].shape != tensors[1].shape[:1]:
-        return None
-    dtypes = (torch.bfloat16, torch.float16, *(() if tensors[0].is_cuda else (torch.float32,)))
-    rows = tensors[0].shape[0]
-    return weight if tensors[0].dtype in dtypes and isinstance(rows, int) and rows <= _MOST_ROWS else None
+    if not _is(transposed, aten.permute.default) or transposed.args[1] != [1, 0]:
+        return False
+    parameters = [transposed.args[0], *bias]
+    value, weight, *biases = (node.meta["val"] for node in (x, *parameters))
+    return (
+        all(node.op == "placeholder" for node in parameters)
+        and all(tensor.dtype == value.dtype and tensor.is_contiguous() for tensor in (weight, *biases))
+        and all(tensor.shape == weight.shape[:1] for tensor in biases)
+        and (value.dtype.itemsize == 2 or not value.is_cuda)
+        and value.shape[0] <= _MOST_ROWS
+    )
+
+
+def _fill(products: list[Node]) -> bool:
+    """Whether the tiles of these products keep the device's multiprocessors busy."""
+    values = [product.meta["val"] for product in products]
+    device = values[0].device
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    return sum(-(-value.shape[1] // 64) for value in values) >= _LEAST_TILES * processors
 
 
 def _input_of(product: Node) -> tuple[Any, ...]:
     """The same for products over the same rows, though each layer folds their batch for itself."""
     x: Any = product.args[-2]
-    source = x.args[0] if _is(x, aten.reshape.default, aten.view.default) else x
-    return source, tuple(x.meta["val"].shape)
+    return x.args[0] if _is(x, aten.reshape.default) else x, x.meta["val"].shape, product.target
 
 
-def _join(graph: Graph, products: list[Node]) -> None:
-    weights = [_weight_of(product) for product in products]
-    biases = [product.args[0] for product in products] if len(products[0].args) == 3 else []
-    with graph.inserting_before(products[0]):
-        joined = graph.call_function(linears._opoverload, (products[0].args[-2], weights, biases))
-        joined.meta["val"] = [product.meta["val"] for product in products]
-        for index, product in enumerate(products):
-            item = graph.call_function(operator.getitem, (joined, index))
-            item.meta.update(product.meta)
-            product.replace_all_uses_with(item)
-
-
-def _value(node: Any) -> Any:
-    """The same values in another shape, or before they were rounded or widened."""
-    while (
-        _is(node, aten.reshape.default, aten.view.default)
-        or (_is(node, prims.convert_element_type.default) and node.args[1].is_floating_point)
-    ):  # fmt: skip
+def _behind(node: Any, *targets: Any) -> Any:
+    """What these operators, the last of them first, took: the same values in another shape, or not yet rounded."""
+    while _is(node, aten.reshape.default) or (
+        _is(node, prims.convert_element_type.default) and node.args[1].is_floating_point
+    ):
         node = node.args[0]
-    return node
+    if not targets:
+        return node
+    return _behind(node.args[0], *targets[1:]) if _is(node, targets[0]) else None
 
 
-def _gate_of(node: Any) -> Any:
-    """What `silu` was taken of, in any of the forms that it is decomposed to."""
-    if _is(node, aten.silu.default):
-        return _value(node.args[0])
-    if _is(node, aten.mul.Tensor):
-        for x, weight in (node.args, node.args[::-1]):
-            weight = _value(weight)
-            if _is(weight, aten.sigmoid.default) and _value(weight.args[0]) is _value(x):
-                return _value(x)
-    if _is(node, aten.div.Tensor):
-        x, total = node.args
-        if _is(total, aten.add.Tensor) and total.args[1:] == (1,) and not total.kwargs:
-            power = total.args[0]
-            if _is(power, aten.exp.default) and _is(power.args[0], aten.neg.default):
-                return _value(x) if _value(power.args[0].args[0]) is _value(x) else None
+def _gate_of(silu: Any) -> Any:
+    """What `silu` was taken of, in either of the forms that versions of torch decompose it to."""
+    if _is(silu, aten.mul.Tensor):
+        for x, weight in (silu.args, silu.args[::-1]):
+            if _behind(weight, aten.sigmoid.default) is _behind(x):
+                return _behind(x)
+    if _is(silu, aten.div.Tensor):
+        gate, total = _behind(silu.args[0]), _behind(silu.args[1])
+        if _behind(total, aten.add.Tensor, aten.exp.default, aten.neg.default) is gate and total.args[1:] == (1,):
+            return gate
     return None
 
 
-def _replace_gate(graph: Graph, node: Node) -> None:
-    """Put `gated_linear` in the place of `silu(gate) * up` of one input."""
-    if not _is(node, aten.mul.Tensor) or len(node.args) != 2:
-        return
-    for gated, up in (node.args, node.args[::-1]):
-        gate, up = _gate_of(_value(gated)), _value(up)
-        weights = _weight_of(gate), _weight_of(up)
-        if None in weights or gate is up or len(gate.args) + len(up.args) != 4 or _input_of(gate) != _input_of(up):
-            continue
-        value, shape = gate.meta["val"], node.meta["val"].shape
-        if up.meta["val"].shape != value.shape or node.meta["val"].dtype != value.dtype:
-            continue
-        if shape.numel() != value.numel():
-            continue
-        with graph.inserting_before(node):
-            joined = graph.call_function(gated_linear._opoverload, (gate.args[0], *weights))
-            joined.meta["val"] = value
-            folded = graph.call_function(aten.reshape.default, (joined, list(shape)))
-            folded.meta.update(node.meta)
-            node.replace_all_uses_with(folded)
-        return
+def _gate_and_up(node: Node) -> list[Node]:
+    """Both products, if this is `silu(gate) * up`, else none."""
+    for gated, other in (node.args, node.args[::-1]) if _is(node, aten.mul.Tensor) else ():
+        gate, up = _gate_of(_behind(gated)), _behind(other)
+        if _is_linear(gate) and _is_linear(up) and gate is not up and _input_of(gate) == _input_of(up):
+            values = [product.meta["val"] for product in (gate, up, node)]
+            alike = len({(value.dtype, value.numel()) for value in values}) == 1  # nothing was repeated to fit
+            return [gate, up] if alike and gate.target == aten.mm.default else []
+    return []
+
+
+def _join(graph: Graph, products: list[Any], results: list[Node], gated: bool) -> None:
+    weights = [product.args[-1].args[0] for product in products]
+    biases = [bias for product in products for bias in product.args[:-2]]
+    with graph.inserting_before(results[0]):
+        joined = graph.call_function(linears._opoverload, (products[0].args[-2], weights, biases, gated))
+        joined.meta["val"] = [product.meta["val"] for product in products[: len(results)]]
+        for index, result in enumerate(results):
+            item = graph.call_function(operator.getitem, (joined, index))
+            item.meta["val"] = joined.meta["val"][index]
+            folded = graph.call_function(aten.reshape.default, (item, list(result.meta["val"].shape)))
+            folded.meta.update(result.meta)
+            result.replace_all_uses_with(folded)
