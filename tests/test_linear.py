@@ -40,7 +40,6 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(joined.JoinLinears, "__call__", counting)
     monkeypatch.setattr(joined.JoinLinears, "uuid", lambda self: None)  # nothing from a cache
-    monkeypatch.setattr(joined, "_LEAST_TILES", 0)
     torch.compiler.reset()
     return counts
 
@@ -90,23 +89,20 @@ def test_what_is_left_alone(operators: Counter[str]) -> None:
     assert operators == {"aten.mm.default": 13}
 
 
-def test_products_that_would_not_fill_the_device_are_left_alone(
-    operators: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x, *weights = torch.randn(4, 64, 64)
+def test_many_rows_are_left_alone(operators: Counter[str]) -> None:
+    _, *weights = torch.randn(4, 64, 64)
 
     def function(x: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
         more = x + 1
         return [*(linear(x, weight) for weight in weights), silu(linear(more, weights[0])) * linear(more, weights[1])]
 
     found = []
-    for tiles in (1, 3, 4):
-        monkeypatch.setattr(joined, "_LEAST_TILES", tiles / 132)
+    for rows in (128, 129, 256, 257):
         operators.clear()
         torch.compiler.reset()
-        run_compiled(function, x, weights)
+        run_compiled(function, torch.randn(rows, 64), weights)
         found.append((operators["gated"], operators["hf_ddtree.linears.default"]))
-    assert found == [(1, 1), (0, 1), (0, 0)]
+    assert found == [(1, 1), (0, 2), (0, 2), (0, 0)]
 
 
 def test_gates_of_other_forms(operators: Counter[str]) -> None:

@@ -183,9 +183,10 @@ class Step:
 
     def compile(self) -> None:
         """Compile the layers."""
-        compile_layers(decoder_layers(self.target), self.nodes + 1)
+        on_gpu = self.device.type == "cuda"
+        compile_layers(decoder_layers(self.target), self.nodes + 1, join_linears=on_gpu)
         if self.drafts:
-            compile_layers(self.drafter.layers, self.block)
+            compile_layers(self.drafter.layers, self.block, join_linears=on_gpu)
 
     def run(self) -> Outcome:
         """Run a round. The result comes back in the round's one synchronisation."""

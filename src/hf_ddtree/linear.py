@@ -12,8 +12,8 @@ from torch.fx import Graph, Node
 from torch.nn.functional import linear, silu
 
 aten, prims = torch.ops.aten, torch.ops.prims
-_MOST_ROWS = 256  # beyond them products are not bound by reading weights
-_LEAST_TILES = 0.7  # of 64 outputs, for each multiprocessor: with fewer, cuBLAS gains more by splitting the sums
+# Beyond these, products are less bound by reading weights, and cuBLAS is as fast.
+_MOST_ROWS, _MOST_GATED_ROWS = 256, 128
 
 
 @torch.library.custom_op("hf_ddtree::linears", mutates_args=())
@@ -40,12 +40,12 @@ def _(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor], 
 
 
 class JoinLinears(CustomGraphPass):
-    """Puts `linears` in the place of two or three products by weights, or of gate and up, that fill the device."""
+    """Puts `linears` in the place of two or three products by weights, or of gate and up."""
 
     def __call__(self, graph: Graph) -> None:
         for node in list(graph.nodes):
             pair = _gate_and_up(node)
-            if pair and _fill(pair[:1]):
+            if pair:
                 _join(graph, pair, [node], gated=True)
         graph.eliminate_dead_code()
         groups: dict[Any, list[Node]] = defaultdict(list)
@@ -53,7 +53,7 @@ class JoinLinears(CustomGraphPass):
             if _is_linear(node):
                 groups[_input_of(node)].append(node)
         for products in groups.values():
-            if len(products) in (2, 3) and _fill(products):
+            if len(products) in (2, 3):
                 _join(graph, products, products, gated=False)
         graph.eliminate_dead_code()
 
@@ -63,6 +63,11 @@ class JoinLinears(CustomGraphPass):
 
 def _is(node: Any, *targets: Any) -> bool:
     return isinstance(node, Node) and node.target in targets
+
+
+def _is_known(device: torch.device) -> bool:
+    """Whether the kernel's gain was measured on such devices."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _is_linear(product: Any) -> bool:
@@ -78,17 +83,9 @@ def _is_linear(product: Any) -> bool:
         all(node.op == "placeholder" for node in parameters)
         and all(tensor.dtype == value.dtype and tensor.is_contiguous() for tensor in (weight, *biases))
         and all(tensor.shape == weight.shape[:1] for tensor in biases)
-        and (value.dtype.itemsize == 2 or not value.is_cuda)
         and value.shape[0] <= _MOST_ROWS
+        and (not value.is_cuda or (value.dtype.itemsize == 2 and _is_known(value.device)))
     )
-
-
-def _fill(products: list[Node]) -> bool:
-    """Whether the tiles of these products keep the device's multiprocessors busy."""
-    values = [product.meta["val"] for product in products]
-    device = values[0].device
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    return sum(-(-value.shape[1] // 64) for value in values) >= _LEAST_TILES * processors
 
 
 def _input_of(product: Node) -> tuple[Any, ...]:
@@ -128,7 +125,8 @@ def _gate_and_up(node: Node) -> list[Node]:
         if _is_linear(gate) and _is_linear(up) and gate is not up and _input_of(gate) == _input_of(up):
             values = [product.meta["val"] for product in (gate, up, node)]
             alike = len({(value.dtype, value.numel()) for value in values}) == 1  # nothing was repeated to fit
-            return [gate, up] if alike and gate.target == aten.mm.default else []
+            few = values[0].shape[0] <= _MOST_GATED_ROWS
+            return [gate, up] if alike and few and gate.target == aten.mm.default else []
     return []
 
 
