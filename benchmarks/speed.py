@@ -172,6 +172,14 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{name}: {row.get('path', 'stock')}", flush=True)
 
     rows: list[dict[str, Any]] = []
+    stages: dict[str, dict[str, float]] = {}
+
+    def save() -> None:
+        if arguments.json:
+            about = {"device": where, "machine": platform.machine(), "versions": versions, "dtype": arguments.dtype}
+            about |= {"hf_ddtree": hf_ddtree.__version__, "new_tokens": arguments.new_tokens, "base": base}
+            arguments.json.write_text(json.dumps(about | {"stages": stages, "rows": list(map(compact, rows))}))
+
     turn = itertools.count()
     for name in arguments.sets:
         prompts = load_prompts(name)
@@ -190,9 +198,9 @@ def main(argv: list[str] | None = None) -> None:
                 regrets[text] = row["regret"] = regrets.get(text) or regret(target, ids, row["ids"])
                 rows.append(row)
         print("\n" + markdown(name, summarize([row for row in rows if row["set"] == name], base)), flush=True)
+        save()
     print("\n" + markdown("all prompts", summarize(rows, base)), flush=True)
 
-    stages: dict[str, dict[str, float]] = {}
     for method, options in methods.items():
         if "ddtree" in options:
             timed = options | {"ddtree": dataclasses.replace(options["ddtree"], record_times=True)}
@@ -204,10 +212,7 @@ def main(argv: list[str] | None = None) -> None:
             }
     if stages:
         print("\n" + markdown("ms a round, by stage", stages))
-    if arguments.json:
-        about = {"device": where, "machine": platform.machine(), "versions": versions, "dtype": arguments.dtype}
-        about |= {"hf_ddtree": hf_ddtree.__version__, "new_tokens": arguments.new_tokens, "base": base}
-        arguments.json.write_text(json.dumps(about | {"stages": stages, "rows": list(map(compact, rows))}))
+    save()
 
 
 if __name__ == "__main__":

@@ -120,6 +120,35 @@ def test_graphs_of_several_sizes(budget: Any, options: dict[str, Any], monkeypat
         assert again.ddtree_stats.acceptance_lengths == out.ddtree_stats.acceptance_lengths
 
 
+def test_graphs_stand_when_others_free_what_cublas_keeps() -> None:
+    """As `torch.compile` does when it captures graphs of its own."""
+    model = tiny_target("qwen3", hidden_size=1024, intermediate_size=4096, initializer_range=0.02).cuda().bfloat16()
+    drafter = tiny_drafter(model).cuda().bfloat16()
+    call = GREEDY | {"assistant_model": drafter, "ddtree": {"budget": 15, "execution": "captured"}}
+    expected, _ = run(model, prompt_ids(30).cuda(), 40, **call)
+    assert expected.ddtree_stats.path.startswith("captured")
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = [torch.full((2**20,), 7.0, device="cuda") for _ in range(200)]
+    out, _ = run(model, prompt_ids(30).cuda(), 40, **call)
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert all(bool((other == 7).all()) for other in others)
+
+
+@pytest.mark.parametrize("execution", ["captured", "plain"])
+def test_calls_on_streams_of_their_own(execution: Any) -> None:
+    model = tiny_target("qwen3").cuda()
+    call = GREEDY | {"assistant_model": tiny_drafter(model).cuda(), "ddtree": {"budget": 15, "execution": execution}}
+    prompts = [prompt_ids(length, seed=length).cuda() for length in (200, 30, 90)]
+    expected = [run(model, ids, 30, **GREEDY)[0].sequences.tolist() for ids in prompts]
+    torch.cuda.synchronize()
+    for _ in range(3):
+        for ids, text in zip(prompts, expected, strict=True):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                out, _ = run(model, ids, 30, **call)
+                assert out.sequences.tolist() == text
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_runs(dtype: torch.dtype) -> None:
     model = tiny_target("qwen3").to("cuda", dtype)

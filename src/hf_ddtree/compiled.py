@@ -61,7 +61,9 @@ class Rounds:
         self.noise = Noise(self.device) if do_sample else None
         self.steps: dict[int, Step] = {}  # captured, by size
         self.failed: dict[int, str] = {}  # and what runs instead, where that failed
-        self.pool: Any | None = None  # memory of the graphs, of which one runs at a time and none keeps anything there
+        # Of the graphs, of which one runs at a time and none keeps anything in their memory.
+        self.stream: Any | None = None
+        self.pool: Any | None = None
 
         config = source.target.config.get_text_config(decoder=True)
         self.candidates = max(1, min(self.nodes, config.vocab_size))
@@ -222,16 +224,17 @@ class Step:
 
     def capture(self) -> None:
         """Record `round` as a CUDA graph."""
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        rounds, current = self.rounds, torch.cuda.current_stream(self.device)
+        rounds.stream = stream = rounds.stream or torch.cuda.Stream(self.device)
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for _ in range(2):  # compiles, and lets libraries allocate what they need
                 self.rehearse()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
+        current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.rounds.pool, stream=stream, capture_error_mode="thread_local"):
+        with _own_workspaces(), torch.cuda.graph(graph, rounds.pool, stream, capture_error_mode="thread_local"):
             self.round()
-        self.rounds.pool = graph.pool()
+        rounds.pool = graph.pool()
         self.graph = graph
 
     @torch.no_grad()
@@ -306,6 +309,20 @@ class Step:
         )
         hidden: torch.Tensor = output.last_hidden_state[:, 1 : rounds.depth + 1]
         return hidden
+
+
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Have cuBLAS allocate its workspaces in the graph's memory.
+
+    Those that torch keeps for a stream would do, but whoever captures other graphs, as `torch.compile` does, frees
+    them, and a replay would write to what belongs to others by then.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def tree_functions(kind: TreeKind, nodes: int, device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from .tree_cache import DraftCache, TreeCache
 
 _ATTRIBUTE = "_hf_ddtree_state"
@@ -29,6 +31,7 @@ class Buffers:
         self.context = DraftCache([])
         self.rounds: dict[Any, Any] = {}
         self._drafter: weakref.ref[Any] | None = None
+        self._left: torch.cuda.Event | None = None
 
     def context_of(self, drafter: Any) -> DraftCache:
         """The rows of a drafter's context; another drafter than the last call's gets new ones."""
@@ -40,6 +43,16 @@ class Buffers:
     def reset(self) -> None:
         self.cache.reset()
         self.context.reset()
+
+    def leave(self, device: torch.device) -> None:
+        """Note where the call that ends has come to on its stream."""
+        if device.type == "cuda":
+            self._left = torch.cuda.current_stream(device).record_event()
+
+    def enter(self, device: torch.device) -> None:
+        """Have the stream of a call that begins wait for the last one's, should it be another."""
+        if self._left is not None and device.type == "cuda":
+            torch.cuda.current_stream(device).wait_event(self._left)
 
 
 class TargetState:
@@ -80,12 +93,14 @@ def claim(model: Any) -> Iterator[Buffers]:
     try:
         if state.buffers is None:
             state.buffers = Buffers(model, kept=True)
+        state.buffers.enter(model.device)
         state.buffers.reset()  # should the last call have been interrupted in doing so
         yield state.buffers
     finally:
         try:
             if state.buffers is not None:
                 state.buffers.reset()
+                state.buffers.leave(model.device)
         finally:
             state.busy = False
 
