@@ -125,6 +125,15 @@ def test_a_graph_is_captured_only_where_that_takes_no_longer_than_decoding_has()
             budget.note_captured(nodes, 50.0)
         budget.observe(nodes, accepted(nodes), flat(nodes), 100)
     assert len(ready) > 2
+    # Where buffers have grown, what was compiled may be captured again.
+    experience.capturing = float("inf")
+    longer = LearnedBudget(SIZES, 15, experience, 1000, captured=True)
+    longer.ready = [15]
+    chosen = set()
+    for tree, accepted in itertools.islice(rounds_of("fair"), 100):
+        chosen.add(nodes := longer.cut(tree)[1])
+        longer.observe(nodes, accepted(nodes), flat(nodes), 1000)
+    assert chosen - {15} and chosen <= set(ready)
     # What cannot be captured is no longer asked for.
     for size in SIZES[1:-1]:
         budget.note_captured(size, None)

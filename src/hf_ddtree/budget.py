@@ -225,7 +225,8 @@ class LearnedBudget(Budget):
             return True
         if size in known.ruled_out:
             return False
-        tried = known.cost(self._magnitude, size) is not None
+        # To capture one again, as when buffers have grown, is quick: it is compiled.
+        tried = any(size in of_size for of_size in known.seconds.values())
         return tried or known.capturing <= CAPTURE_SHARE * known.decoding
 
     def _add(self, size: int, seconds: float, magnitude: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +25,7 @@ from .verifier import Verifier
 
 _MOST_AHEAD = 4096  # tokens for which a call reserves rows at once
 _MOST_ROUNDS = 8  # kinds of calls whose graphs are kept for later ones
+_NUMBERS = (bool, int, float, str)
 _capturing = threading.Lock()
 
 
@@ -192,14 +192,14 @@ def _release(device: torch.device) -> None:
 
 def _fingerprint(model: Any) -> int:
     """Changes with all that a graph has baked in: modules and their numbers, configs, and where weights lie."""
-    modules = [(id(module), type(module), _numbers(module)) for module in model.modules()]
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    places = [(id(tensor), tensor.data_ptr(), tensor.dtype) for tensor in tensors]
-    return hash((str(model.config.to_dict()), *modules, *places))
-
-
-def _numbers(module: nn.Module) -> tuple[Any, ...]:
-    return tuple(value for value in vars(module).values() if isinstance(value, (bool, int, float, str)))
+    seen: list[Any] = [str(model.config.to_dict())]
+    for module in model.modules():  # each call waits for this: no second pass, no generators
+        seen += (id(module), type(module))
+        seen += [value for value in vars(module).values() if type(value) in _NUMBERS]
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                seen += (id(tensor), tensor.data_ptr(), tensor.dtype)
+    return hash(tuple(seen))
 
 
 def _values(processor: Any) -> str:
