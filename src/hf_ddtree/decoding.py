@@ -149,7 +149,7 @@ def draft(
     """The tree behind the bonus token, and whether one plain step is due instead (then it has no nodes)."""
     with timed("draft"):
         plain = rope.crossed(record.length, position) or verifier.drops_cache or verifier.plain_only
-        depth = 0 if plain else min(record.room - 1, rope.room(record.length, position))
+        depth = 0 if plain else min(record.room - 1, rope.room(record.length, position), verifier.room(source.nodes))
         root = record.last_token.to(verifier.device)
         return source.draft_tree(root, position.view(-1, 1)[:1], depth), plain
 
