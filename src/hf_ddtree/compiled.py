@@ -25,7 +25,7 @@ from .logits_process import Noise, choose, follow, is_row_wise
 from .modeling_dflash import DFlashDraftModel
 from .outputs import GenerationRecord
 from .rope import RopeSwitch, rope_parameters
-from .shadow import Rows, compile_layers, give_rows, shadow
+from .shadow import Rows, compile_layers, each_attends_once, give_rows, shadow
 from .target_state import Buffers
 from .tree_cache import TreeCache
 from .verifier import FeatureTaps, Verifier, decoder_layers, layer_kinds
@@ -228,7 +228,7 @@ class Step:
         """Logits `(1, N + 1, V)` and features `(1, N + 1, taps * H)` of a tree, root first."""
         unused = torch.zeros(1, 1, 1, 1, dtype=self.target.dtype, device=self.device)  # 4D masks are passed on as is
         kinds = dict(self.kinds)
-        with self.taps.recording() as chunks:
+        with self.taps.recording() as chunks, each_attends_once(decoder_layers(self.target)):
             output = self.target(
                 input_ids=token_ids,
                 position_ids=positions,
@@ -315,6 +315,8 @@ def why_not_captured(
         return "one token is left"
     if verifier.plain_only:
         return "steps have to be plain ones"
+    if why := verifier.why_not_captured():
+        return why
     if verifier.step_kwargs or verifier.step_types:
         return "the caller gives each step arguments of their own"
     if any(map(_hooked, target.modules())) or any(map(_hooked, drafter.modules())):
