@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, CLIPVisionConfig, LlamaConfig, LlavaConfig, Qwen3Config
+from transformers import (
+    AutoConfig,
+    CLIPVisionConfig,
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
+    LlamaConfig,
+    LlavaConfig,
+    MambaConfig,
+    Qwen3Config,
+)
 
 from hf_ddtree import DFlashConfig, DFlashDraftModel
 from hf_ddtree.configuration_dflash import flatten_config_dict, is_dflash_config_dict
@@ -283,6 +292,22 @@ def test_a_fresh_config_takes_the_targets_widths_rope_and_special_tokens() -> No
 def test_a_fresh_config_takes_a_targets_own_head_width() -> None:
     target = Qwen3Config(**NETWORK | {"head_dim": 24, "num_hidden_layers": 6})
     assert DFlashConfig.from_target(target, target_layer_ids=[1], mask_token_id=88).head_dim == 24
+
+
+def test_a_fresh_config_takes_the_first_layers_widths_where_a_targets_layers_differ() -> None:
+    sizes = {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4}
+    arguments: dict[str, Any] = {"target_layer_ids": [1], "mask_token_id": 88}
+    target = Gemma3nTextConfig(**sizes, intermediate_size=[48, 48, 48, 96, 96, 96])
+    assert DFlashConfig.from_target(target, **arguments).intermediate_size == 48
+    target = Gemma4TextConfig(**sizes, head_dim=8, global_head_dim=16, num_key_value_heads=2)
+    config = DFlashConfig.from_target(target, **arguments)
+    assert (config.head_dim, config.num_key_value_heads) == (8, 2)
+
+
+def test_a_fresh_config_for_a_target_without_attention_heads_takes_those_given() -> None:
+    target = MambaConfig(vocab_size=90, hidden_size=32, num_hidden_layers=6)
+    config = DFlashConfig.from_target(target, target_layer_ids=[1], mask_token_id=88, num_attention_heads=4)
+    assert (config.hidden_size, config.num_attention_heads, config.head_dim) == (32, 4, 8)
 
 
 def test_any_field_of_a_fresh_config_can_be_overridden() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel, Qwen2Config, StaticCache
+from transformers import Cache, DeepseekV32Config, DynamicCache, PreTrainedModel, Qwen2Config, StaticCache
 from transformers.cache_utils import DFlashCache
 
 from hf_ddtree import DFlashDraftModel, release_buffers
@@ -361,6 +361,62 @@ def test_loading_replaces_what_was_there_and_grows() -> None:
     assert_holds(mine, naive)
     mine.load(DynamicCache())
     assert mine.length == 0
+
+
+# An indexer's keys
+
+
+def indexed_cache() -> DynamicCache:
+    return DynamicCache(config=DeepseekV32Config(num_hidden_layers=2))
+
+
+def test_an_indexers_keys_go_with_the_rows_of_their_layer() -> None:
+    random.seed(0)
+    mine, theirs, known = TreeCache([False, False]), indexed_cache(), torch.empty(1, 0, 6)
+    for round in range(30):
+        tree = round % 5 > 0  # else a turn of the user's
+        nodes = random.randint(2, 20) if tree else random.randint(30, 60)
+        path = random_path(nodes, prefix=random.random() < 0.4) if tree else list(range(nodes))
+        mine.reserve(mine.length + nodes)
+        length = mine.length
+        if tree:
+            mine.open_tree(nodes, torch.device("cpu"))
+        rows, indexer_keys = random_rows(nodes), torch.randn(1, nodes, 6)
+        for layer in range(2):
+            mine.update(*rows, layer)
+        seen = mine.update_indexer(indexer_keys, 1)  # the first layer has none
+        assert torch.equal(seen[:, : length + nodes], torch.cat([known, indexer_keys], dim=1))
+        assert seen.shape[1] == (mine.view if tree else length + nodes)
+        if tree:
+            mine.keep(path, torch.tensor([path]))
+        known = torch.cat([known, indexer_keys[:, path]], dim=1)
+        if round % 7 == 0:  # as when a call ends and another continues it
+            mine.export(theirs)
+            assert torch.equal(theirs.layers[1].indexer_keys, known)
+            mine = TreeCache([False, False])
+            mine.load(theirs)
+    assert mine.capacity > 256
+    mine.reset()
+    assert torch.equal(mine.layers[1].indexer.keys, torch.zeros_like(mine.layers[1].indexer.keys))
+    assert mine.layers[1].indexer.rows == 0
+
+
+def test_layers_that_a_model_adds_share_the_tree_and_reach_the_users_cache() -> None:
+    config = Qwen2Config(num_hidden_layers=2, use_sliding_window=True, sliding_window=7, max_window_layers=1)
+    mine, theirs = TreeCache.for_config(config), DynamicCache(config=config)
+    mine.layers += [copy.deepcopy(layer) for layer in mine.layers]
+    naive = ListCache(4)
+    prefill(mine, naive, 9)
+    grow_tree(mine, naive, 5, [0, 2, 4])
+    assert_holds(mine, naive)
+    mine.export(theirs)
+    assert [layer.is_sliding for layer in theirs.layers] == [False, True] * 2
+    again = TreeCache.for_config(config)
+    again.load(theirs)
+    assert [layer.is_sliding for layer in again.layers] == [False, True] * 2
+    for got, kept in zip(again.layers, naive.layers, strict=True):
+        assert got.rows == 12
+        assert torch.equal(got.keys[:, :, 11], kept[11][0])
 
 
 # A drafter's context

@@ -9,13 +9,24 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    DynamicCache,
+    GenerationConfig,
+    Llama4TextConfig,
+    LongcatFlashConfig,
+    LongcatFlashForCausalLM,
+    ModernBertDecoderConfig,
+    ModernBertDecoderForCausalLM,
+    PreTrainedModel,
+)
 
 from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.draft_tree import ancestor_matrix, node_depths
 from hf_ddtree.target_state import Buffers
-from hf_ddtree.verifier import FeatureTaps, Verifier, decoder_layers, layer_kinds, tree_mask
-from scripted import VOCAB, prompt_ids, tiny_drafter, tiny_target
+from hf_ddtree.verifier import FeatureTaps, Verifier, decoder_layers, find_decoder, layer_kinds, tree_mask
+from scripted import SIZES, VOCAB, prompt_ids, tiny_drafter, tiny_target
 
 FAMILIES = ["llama", "qwen2", "qwen2_mixed", "qwen3", "mistral", "phi3"]
 TAPS = [0, 2, 3]  # 3 is the last layer
@@ -70,8 +81,10 @@ def naive_allowed(
     view: int,
     prompt_mask: list[bool] | None,
     window: int | None,
+    chunked: bool,
 ) -> list[list[bool]]:
     depths = [sum(row) - 1 for row in ancestors]
+    padding = 0 if prompt_mask is None else [*prompt_mask, True].index(True)
     allowed = [[False] * view for _ in slots]
     for q in range(len(slots)):
         for k in range(view):
@@ -84,7 +97,12 @@ def naive_allowed(
                 key_slot = length + depths[node]
             else:
                 continue
-            allowed[q][k] = visible and (window is None or length + depths[q] - key_slot < window)
+            query_slot = length + depths[q]
+            if window is not None and chunked:
+                visible = visible and (query_slot - padding) // window == (key_slot - padding) // window
+            elif window is not None:
+                visible = visible and query_slot - key_slot < window
+            allowed[q][k] = visible
     return allowed
 
 
@@ -92,7 +110,10 @@ def naive_allowed(
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("scattered", [False, True])
-def test_a_tree_mask_is_the_naive_one(scattered: bool, padded: bool, window: int | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_tree_mask_is_the_naive_one(
+    chunked: bool, scattered: bool, padded: bool, window: int | None, dtype: torch.dtype
+) -> None:
     for batch, length, nodes, spare in ((1, 0, 5, 0), (1, 12, 1, 3), (2, 12, 9, 7), (3, 5, 6, 64)):
         trees = [random_tree(nodes - nodes // 4, padding=nodes // 4) for _ in range(batch)]
         ancestors = torch.cat([ancestor_matrix(tree.parents, tree.depths) for tree in trees])
@@ -103,11 +124,17 @@ def test_a_tree_mask_is_the_naive_one(scattered: bool, padded: bool, window: int
         ]
         prompt = torch.rand(batch, max(length - 3, 0)) < 0.6 if padded else None
         slots = torch.tensor(rows)
-        mask = tree_mask(ancestors, node_depths(ancestors), slots, length, view, prompt, window, dtype)
+        mask = tree_mask(ancestors, node_depths(ancestors), slots, length, view, prompt, window, dtype, chunked)
         assert mask.shape == (batch, 1, nodes + 1, view) and mask.dtype == dtype
         expected = [
             naive_allowed(
-                ancestors[b].tolist(), rows[b], length, view, None if prompt is None else prompt[b].tolist(), window
+                ancestors[b].tolist(),
+                rows[b],
+                length,
+                view,
+                None if prompt is None else prompt[b].tolist(),
+                window,
+                chunked,
             )
             for b in range(batch)
         ]
@@ -116,7 +143,7 @@ def test_a_tree_mask_is_the_naive_one(scattered: bool, padded: bool, window: int
             [[not seen for seen in row] for row in matrix] for matrix in expected
         ]
         on_device = tree_mask(
-            ancestors, node_depths(ancestors), slots, torch.tensor(length), view, prompt, window, dtype
+            ancestors, node_depths(ancestors), slots, torch.tensor(length), view, prompt, window, dtype, chunked
         )
         assert torch.equal(on_device, mask)
 
@@ -142,6 +169,11 @@ KINDS["mistral"] = [SLIDING] * 4  # its config names no kinds, only a window
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_kinds_and_windows_of_a_targets_layers_are_those_of_its_config(family: str) -> None:
     assert layer_kinds(tiny_target(family).config) == KINDS[family]
+
+
+def test_chunked_layers_have_their_chunk_for_a_window() -> None:
+    config = Llama4TextConfig(num_hidden_layers=4, attention_chunk_size=24)
+    assert layer_kinds(config) == [("chunked_attention", 24)] * 3 + [("full_attention", None)]
 
 
 # The target call
@@ -488,6 +520,53 @@ def test_the_decoder_layers_are_found_or_the_error_says_what_is_missing(model: P
     model.config.num_hidden_layers = 5
     with pytest.raises(ValueError, match="LlamaForCausalLM has no list of 5 decoder layers"):
         decoder_layers(model)
+
+
+def test_the_decoder_layers_are_found_where_get_decoder_does_not_lead_to_them() -> None:
+    sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+    bert = BertLMHeadModel(BertConfig(**sizes, is_decoder=True))
+    assert find_decoder(bert) == (bert.bert, bert.bert.encoder.layer)
+    modern = ModernBertDecoderForCausalLM(ModernBertDecoderConfig(**sizes))  # its head has the name `decoder`
+    assert find_decoder(modern) == (modern.model, modern.model.layers)
+    longcat = LongcatFlashForCausalLM(
+        LongcatFlashConfig(vocab_size=VOCAB, hidden_size=48, num_layers=3, n_routed_experts=2, zero_expert_num=1)
+    )
+    assert longcat.config.num_hidden_layers == 6  # two layers of the cache for one of the model
+    assert decoder_layers(longcat) is longcat.model.layers
+
+
+def test_of_a_layer_that_is_run_twice_in_a_forward_the_last_output_is_the_feature(model: PreTrainedModel) -> None:
+    layers = decoder_layers(model)
+    layers[2] = layers[1]
+    outputs: list[torch.Tensor] = []
+    layers[1].register_forward_hook(lambda module, args, output: outputs.append(output))
+    taps = FeatureTaps(model, [1])
+    with taps.recording() as chunks:
+        model(prompt_ids(5), use_cache=False)
+        model(prompt_ids(3), use_cache=False)
+    assert shapes(chunks) == {1: [5, 3]}
+    assert chunks[1][0] is outputs[1] and chunks[1][1] is outputs[3]
+
+
+@pytest.mark.parametrize("axis", [0, 2])
+def test_the_feature_of_a_layer_with_several_streams_is_their_mean(model: PreTrainedModel, axis: int) -> None:
+    layers = decoder_layers(model)
+    weights = torch.tensor([0.0, 1.0, 2.0, 5.0])
+
+    def into_streams(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return torch.stack([output * weight for weight in weights], dim=axis)
+
+    def out_of_streams(module: Any, args: Any) -> tuple[torch.Tensor]:
+        return (args[0].select(axis, 1),)
+
+    handles = [layers[1].register_forward_hook(into_streams), layers[2].register_forward_pre_hook(out_of_streams)]
+    taps = FeatureTaps(model, [1])
+    ids = prompt_ids(4)
+    with taps.recording() as chunks:
+        model(ids)
+    for handle in handles:
+        handle.remove()
+    close(chunks[1][0], model(ids, output_hidden_states=True).hidden_states[2] * 2)
 
 
 def verify_anything(verifier: Verifier) -> torch.Tensor:

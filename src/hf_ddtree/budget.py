@@ -203,7 +203,7 @@ class LearnedBudget(Budget):
             self._tokens, self._seconds = _FADE * self._tokens + len(rows), _FADE * self._seconds + seconds
             if self._rounds >= _ROUNDS and self._single_tokens_win():
                 self._rest()
-        else:
+        elif self._pause:
             self._pause -= 1
             if self._pause == 0 and self._rounds:
                 # That was to learn what single tokens cost.

@@ -70,6 +70,8 @@ def why_not_captured(
         return "one token is left"
     if verifier.plain_only:
         return "steps have to be plain ones"
+    if why := verifier.why_not_captured():
+        return why
     if verifier.step_kwargs or verifier.step_types:
         return "the caller gives each step arguments of their own"
     if any(map(_hooked, target.modules())) or any(map(_hooked, drafter.modules())):

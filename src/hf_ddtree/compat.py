@@ -18,6 +18,9 @@ _VERSION = Version(transformers.__version__)
 #: The keyword of the cache in `forward`, in the mask functions, in `model_kwargs` and in generation outputs.
 CACHE_KEY = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 
+#: The names of layers whose keys an indexer chooses; the second is an older one.
+INDEXED_KINDS = ("indexed_attention", "deepseek_sparse_attention")
+
 
 def warn_if_untested() -> None:
     """Warn once when the installed transformers is outside the tested range."""

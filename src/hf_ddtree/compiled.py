@@ -19,7 +19,7 @@ from .budget import promises
 from .candidate_generator import DDTreeCandidateGenerator, best_candidates, draft_logits, embed_tokens
 from .draft_tree import DraftTree, TreeKind, ancestor_matrix, build_tree, node_depths
 from .logits_process import Noise, choose, follow
-from .shadow import Rows, compile_layers, give_rows, shadow
+from .shadow import Rows, compile_layers, each_attends_once, give_rows, shadow
 from .tree_cache import TreeCache
 from .verifier import FeatureTaps, decoder_layers, layer_kinds
 
@@ -279,7 +279,7 @@ class Step:
         """Logits `(1, N + 1, V)` and features `(1, N + 1, taps * H)` of a tree, root first."""
         unused = torch.zeros(1, 1, 1, 1, dtype=self.target.dtype, device=self.device)  # 4D masks are passed on as is
         kinds = dict(self.kinds)
-        with self.taps.recording() as chunks:
+        with self.taps.recording() as chunks, each_attends_once(decoder_layers(self.target)):
             output = self.target(
                 input_ids=token_ids,
                 position_ids=positions,

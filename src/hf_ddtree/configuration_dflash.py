@@ -89,16 +89,15 @@ class DFlashConfig(Qwen3Config):
             overrides: Any other field of the config.
         """
         text_config = target_config.get_text_config(decoder=True)
-        hidden_size, heads = text_config.hidden_size, text_config.num_attention_heads
-        fields: dict[str, Any] = {
-            "head_dim": getattr(text_config, "head_dim", None) or hidden_size // heads,
-            "num_key_value_heads": getattr(text_config, "num_key_value_heads", None) or heads,
-        }
+        first_layer = (getattr(text_config, "per_layer_config", None) or [text_config])[0]  # layers may differ
+        fields: dict[str, Any] = {}
         for name in (
             "vocab_size",
             "hidden_size",
             "intermediate_size",
             "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
             "rms_norm_eps",
             "max_position_embeddings",
             "initializer_range",
@@ -106,8 +105,12 @@ class DFlashConfig(Qwen3Config):
             "eos_token_id",
             "pad_token_id",
         ):
-            if (value := getattr(text_config, name, None)) is not None:
-                fields[name] = value
+            if name not in overrides and (value := getattr(first_layer, name, None)) is not None:
+                fields[name] = value[0] if isinstance(value, list) and name != "eos_token_id" else value
+        known = fields | overrides
+        if heads := known.get("num_attention_heads"):
+            fields.setdefault("head_dim", known["hidden_size"] // heads)
+            fields.setdefault("num_key_value_heads", heads)
         rope = getattr(text_config, "rope_parameters", None) or {}
         if "rope_theta" in rope:
             fields["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}

@@ -9,8 +9,9 @@ import copy
 import functools
 import itertools
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ _WITHOUT_EFFECT = (
 # A compiler that saw the rows would copy them in order to change them: it gets a number instead, in a tensor on the
 # host, since it would compile anew for each number that it can read.
 _ROWS: dict[int, Rows] = {}
+_calls: Counter[int] = Counter()  # of a layer's attention, by the number of its rows
 _numbers = itertools.count()
 
 
@@ -60,6 +62,7 @@ def _attend(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     rows = _ROWS[int(number)]
+    _calls[int(number)] += 1
     for new, kept in ((key, rows.keys), (value, rows.values)):
         if (new.shape[:2], new.shape[3], new.dtype) != (kept.shape[:2], kept.shape[3], kept.dtype):
             raise NotImplementedError("attention over other keys or values than the cache keeps")
@@ -90,6 +93,8 @@ def attend(
     Raises:
         NotImplementedError: The layer asks for something that changes the scores in another way.
     """
+    if attention_mask is not None and attention_mask.numel() > 1:  # what is passed in has one element
+        raise NotImplementedError("attention that makes a mask of its own")
     for name, given in kwargs.items():
         if name not in _WITHOUT_EFFECT and (isinstance(given, torch.Tensor) or given):
             raise NotImplementedError(f"attention with `{name}`")
@@ -161,10 +166,26 @@ def _compiled_forward(kind: Any, rows: int, join_linears: bool) -> Callable[...,
     return torch.compile(own, dynamic=False, fullgraph=True, options=options)
 
 
+@contextmanager
+def each_attends_once(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """A forward of a shadow, all of whose layers must have attended to their rows, and once.
+
+    Raises:
+        NotImplementedError: A layer has attention of its own, or is run several times.
+    """
+    numbers = [int(layer.__dict__["hf_ddtree_rows"]) for layer in layers]
+    for number in numbers:
+        _calls[number] = 0
+    yield
+    if any(_calls[number] != 1 for number in numbers):
+        raise NotImplementedError("layers with attention of their own")
+
+
 def give_rows(owner: Any, layer: nn.Module, rows: Rows) -> None:
     """Let a shadow's layer attend to these rows, as long as `owner` lives."""
     number = next(_numbers)
     _ROWS[number] = rows
-    weakref.finalize(owner, _ROWS.pop, number)
+    for kept in (_ROWS, _calls):
+        weakref.finalize(owner, kept.pop, number, None)
     for module in layer.modules():
         module.__dict__["hf_ddtree_rows"] = torch.tensor(number, device="cpu")

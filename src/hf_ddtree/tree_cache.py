@@ -6,6 +6,7 @@ its slot (its row here). This file knows slots only.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -35,10 +36,15 @@ class RowPlan:
     view: int = 0  # rows that attention reads while a tree is open
     written: int = 0  # rows that may hold something
 
-    def buffers(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Empty buffers for rows like these, of the layer at `place`; in the stack if like the first layer's."""
+    def buffers(
+        self, place: int | None, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Empty buffers for rows like these, of the layer at `place`; in the stack if like the first layer's.
+
+        A layer without a place in the stack has its own.
+        """
         shape = torch.Size((self.layers, 2, *keys.shape[:2], self.capacity, keys.shape[-1]))
-        if values.shape[-1] == keys.shape[-1] and values.dtype == keys.dtype:
+        if place is not None and values.shape[-1] == keys.shape[-1] and values.dtype == keys.dtype:
             if place == 0 and not _alike(self.stack, shape, keys):
                 self.stack = _empty(shape, keys)
             if self.stack is not None and _alike(self.stack, shape, keys):
@@ -62,17 +68,19 @@ class TreeLayer(CacheLayerMixin):
     """K/V rows of one attention layer, `(B, heads, capacity, head_dim)`.
 
     Full length for sliding-window layers too: a window belongs into the mask, since rows once evicted cannot come back
-    when the nodes that pushed them out are rejected.
+    when the nodes that pushed them out are rejected. The keys of an indexer that chooses rows (sparse attention) are
+    the rows of another layer, without values.
     """
 
     is_croppable = True
     is_compileable = False
 
-    def __init__(self, plan: RowPlan, place: int, is_sliding: bool) -> None:
+    def __init__(self, plan: RowPlan, place: int | None, is_sliding: bool) -> None:
         super().__init__()
         self.plan = plan
         self.place = place
         self.is_sliding = is_sliding
+        self.indexer: TreeLayer | None = None
         self.rows = 0  # rows written one after another, committed or (a prompt's) about to be
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -104,6 +112,17 @@ class TreeLayer(CacheLayerMixin):
             self.rows = view
         return self.keys[:, :, :view], self.values[:, :, :view]
 
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """The same for an indexer's keys, `(B, N, D)`."""
+        if self.indexer is None:
+            self.indexer = TreeLayer(self.plan, None, is_sliding=False)
+        rows = indexer_key_states[:, None]
+        return self.indexer.update(rows, rows[..., :0])[0][:, 0]
+
+    def __deepcopy__(self, memo: Any) -> TreeLayer:
+        """For a model that runs layers several times, each time with rows of their own: an empty layer beside it."""
+        return TreeLayer(self.plan, None, self.is_sliding)
+
     def append(self, key_states: torch.Tensor, value_states: torch.Tensor, slots: torch.Tensor) -> None:
         """Write rows `(B, heads, N, head_dim)` at `slots (B, N)`."""
         _scatter_rows(self.keys, slots, key_states)
@@ -113,7 +132,7 @@ class TreeLayer(CacheLayerMixin):
     def in_stack(self) -> bool:
         """Whether its buffers are part of the memory that layers alike share."""
         stack = self.plan.stack
-        return stack is not None and self.keys.data_ptr() == stack[self.place, 0].data_ptr()
+        return stack is not None and self.place is not None and self.keys.data_ptr() == stack[self.place, 0].data_ptr()
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy the rows at slots `source (B, P)` to slots `target (B, P)`."""
@@ -193,7 +212,12 @@ class TreeCache(Cache):
     @classmethod
     def for_config(cls: type[_CacheT], config: Any) -> _CacheT:
         """An empty cache with the layers that transformers gives a model of this config."""
-        return cls([bool(layer.is_sliding) for layer in DynamicCache(config=config).layers])
+        return cls([bool(getattr(layer, "is_sliding", False)) for layer in DynamicCache(config=config).layers])
+
+    @property
+    def parts(self) -> list[TreeLayer]:
+        """All that holds rows: the layers and their indexers."""
+        return [*self.layers, *(layer.indexer for layer in self.layers if layer.indexer is not None)]
 
     @property
     def capacity(self) -> int:
@@ -219,7 +243,7 @@ class TreeCache(Cache):
         """Make room for `rows` rows, keeping what is committed."""
         if rows > self.capacity:
             self.plan.capacity = capacity_for(rows)
-            for layer in self.layers:
+            for layer in self.parts:
                 layer.grow()
 
     def open_tree(self, nodes: int, device: torch.device, batch: int = 1) -> torch.Tensor:
@@ -259,7 +283,7 @@ class TreeCache(Cache):
     def commit(self, rows: int) -> None:
         """Count the next `rows` rows as committed, and close the tree."""
         length = self.length
-        for layer in self.layers:
+        for layer in self.parts:
             if layer.is_initialized:
                 layer.rows = length + rows
         self.plan.slots = None
@@ -267,14 +291,14 @@ class TreeCache(Cache):
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy the rows at slots `source (B, P)` to slots `target (B, P)`, in all layers."""
         stack = self.plan.stack
-        if stack is not None and all(layer.is_initialized and layer.in_stack for layer in self.layers):
+        if stack is not None and all(layer.is_initialized and layer.in_stack for layer in self.parts):
             # Indexing kernels count bytes in 32 bits.
             for part in stack.split(max(1, 2**31 // (stack[0].numel() * stack.element_size() + 1))):
                 shape = (*part.shape[:4], source.shape[1], part.shape[5])
                 rows = part.gather(4, source[None, None, :, None, :, None].expand(shape))
                 part.scatter_(4, target[None, None, :, None, :, None].expand(shape), rows)
             return
-        for layer in self.layers:
+        for layer in self.parts:
             if layer.is_initialized:
                 layer.move(source, target)
 
@@ -282,13 +306,13 @@ class TreeCache(Cache):
         """Forget all rows, keep the buffers (cleared)."""
         self.plan.slots = None
         if self.plan.written or self.length:
-            for layer in self.layers:
+            for layer in self.parts:
                 layer.reset()
         self.plan.written = 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` rows (transformers' sign)."""
-        for layer in self.layers:
+        for layer in self.parts:
             layer.crop(tokens_to_remove)
 
     def load(self, cache: Cache) -> None:
@@ -297,6 +321,8 @@ class TreeCache(Cache):
         length = int(cache.get_seq_length())
         self.reserve(length)
         self.plan.written = length
+        for theirs in cache.layers[len(self.layers) :]:  # that the model has added
+            self.layers.append(TreeLayer(self.plan, None, bool(getattr(theirs, "is_sliding", False))))
         for mine, theirs in zip(self.layers, cache.layers, strict=False):
             if getattr(theirs, "keys", None) is None or length == 0:
                 continue
@@ -311,15 +337,22 @@ class TreeCache(Cache):
             mine.keys[:, :, length - held : length] = keys
             mine.values[:, :, length - held : length] = values
             mine.rows = length
+            if (indexer_keys := getattr(theirs, "indexer_keys", None)) is not None:
+                mine.update_indexer(indexer_keys[:, :length])
 
     def export(self, cache: Cache) -> None:
         """Append the rows that `cache` does not have yet to it."""
         have, length = int(cache.get_seq_length()), self.length
         if length <= have:
             return
+        if cache.layer_class_to_replicate is None:
+            for layer in self.layers[len(cache.layers) :]:  # that the model has added
+                cache.layers.append(copy.deepcopy(next(x for x in cache.layers if x.is_sliding == layer.is_sliding)))
         for index, layer in enumerate(self.layers):
             if layer.is_initialized:
                 cache.update(layer.keys[:, :, have:length].clone(), layer.values[:, :, have:length].clone(), index)
+            if layer.indexer is not None:
+                cache.update_indexer(layer.indexer.keys[:, 0, have:length].clone(), index)
 
 
 class DraftCache(TreeCache):

@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import DynamicCache, GenerationConfig, QuantizedCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.generation.configuration_utils import GenerationMode
 
-from .compat import CACHE_KEY
+from .compat import CACHE_KEY, INDEXED_KINDS
 from .configuration_dflash import REQUIRED
 from .rope import rope_parameters
+from .verifier import decoder_layers, find_decoder
 
 # Attention functions that add a 4D mask to the scores. Flash kernels take none, and flex attention's kernel on a CPU
 # crashes on one.
 _MASKED_ATTENTION = ("eager", "sdpa")
-_LAYER_KINDS = ("full_attention", "sliding_attention")
+_LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention", *INDEXED_KINDS)
 
 # Options that choose another way of drafting or decoding, which would win over the drafter or be ignored.
 _OTHER_WAYS = (
@@ -129,7 +131,7 @@ def check_target(model: Any) -> None:
     config = model.config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers
     kinds = set(getattr(config, "layer_types", None) or ())
-    if getattr(model, "_is_stateful", False) or any(getattr(layer, "is_linear", False) for layer in layers):
+    if getattr(model, "_is_stateful", False) or any(isinstance(x, LinearAttentionCacheLayerMixin) for x in layers):
         raise ValueError(
             f"{name} has recurrent layers, whose state cannot go back to before a rejected token: `ddtree` cannot be "
             "used with it yet."
@@ -142,6 +144,10 @@ def check_target(model: Any) -> None:
         )
     if not _takes(model, CACHE_KEY):
         raise ValueError(f"{name} has no cache of keys and values, in which `ddtree` keeps a tree's rows.")
+    if not _is_causal(model):
+        raise ValueError(
+            f"{name} says that its attention is not causal (set `is_decoder=True` in its config, if it has that)."
+        )
     prepare = model.prepare_inputs_for_generation
     if getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
         raise ValueError(
@@ -160,13 +166,33 @@ def check_target(model: Any) -> None:
             f"{name} is in training mode with {drawn}, so that a tree cannot be what single steps would be: call "
             "`model.eval()`."
         )
-    if not model._supports_attention_backend:
+    if not _passes_masks_on(model):
         raise ValueError(f"{name} makes its attention masks itself, so that a tree cannot be masked.")
     if config._attn_implementation not in _MASKED_ATTENTION:
         raise ValueError(
             f'`ddtree` verifies with a 4D mask, which attention "{config._attn_implementation}" does not take: load '
             'the target with `attn_implementation="sdpa"` (or "eager").'
         )
+
+
+def _is_causal(model: Any) -> bool:
+    """Whether the decoder has causal attention, as far as its layers say."""
+    said = [module.is_causal for module in find_decoder(model)[1].modules() if hasattr(module, "is_causal")]
+    return any(said) or not said
+
+
+def _passes_masks_on(model: Any) -> bool:
+    """Whether a 4D mask reaches the attention scores as it is, and nothing else masks them.
+
+    Models with transformers' attention interface keep to it. Of the others, those do that make their masks with
+    transformers' functions, which return a 4D mask unchanged, and that keep no triangle of their own.
+    """
+    if model._supports_attention_backend:
+        return True
+    decoder, _ = find_decoder(model)
+    names = inspect.unwrap(type(decoder).forward).__code__.co_names
+    has_triangle = any(x.dtype == torch.bool and x.dim() > 1 and x.shape[-2] == x.shape[-1] for x in decoder.buffers())
+    return "create_causal_mask" in names and not has_triangle
 
 
 def _random_parts(model: Any) -> str | None:
@@ -214,10 +240,9 @@ def check_pair(model: Any, drafter: Any) -> None:
                 f"The drafter was made for a target whose {what} is {expected}; this target's is {found}. Use the "
                 "drafter that belongs to this target."
             )
-    if (tap := max(draft.target_layer_ids)) >= target.num_hidden_layers:
+    if (tap := max(draft.target_layer_ids)) >= (layers := len(decoder_layers(model))):
         raise ValueError(
-            f"The drafter taps layer {tap}, and the target has layers 0 to {target.num_hidden_layers - 1}: it belongs "
-            "to another target."
+            f"The drafter taps layer {tap}, and the target has layers 0 to {layers - 1}: it belongs to another target."
         )
     rows = model.get_input_embeddings().weight.shape[0]
     for what, value in (("mask token id", draft.mask_token_id), ("vocabulary's last id", target.vocab_size - 1)):

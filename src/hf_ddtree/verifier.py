@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .compat import CACHE_KEY
 from .draft_tree import ancestor_matrix, node_depths
@@ -19,43 +22,66 @@ from .tree_cache import TreeCache
 _STEP_INPUTS = ("input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict", CACHE_KEY)
 # Token types, and what `generate` gives a new token: the prompt's last, or (in a multimodal model) text.
 _TOKEN_TYPES = {"token_type_ids": torch.clone, "mm_token_type_ids": torch.zeros_like}
+_CHUNKED = ("chunked_attention",)
 _OUTPUTS = ("output_hidden_states", "output_attentions")  # what `generate` passes on to each forward
+
+
+@dataclass
+class _Recording:
+    taps: FeatureTaps
+    chunks: dict[int, list[torch.Tensor]]
+    shape: tuple[int, ...] = ()  # (B, chunk) of the present forward
+    already_run: set[int] = field(default_factory=set)  # layers that it has run
 
 
 class FeatureTaps:
     """Forward hooks on the tap layers, live only inside `recording()`.
 
-    The last layer is tapped after the final norm, as transformers' own DFlash sees it. A processor's own forward, an
-    inner `generate` and other threads find another recording, or none, and write nowhere.
+    The last layer is tapped after the final norm, as transformers' own DFlash sees it. Of a layer that a forward runs
+    several times the last output counts; where layers pass on several streams, their mean. A processor's own forward,
+    an inner `generate` and other threads find another recording, or none, and write nowhere.
     """
 
-    _current: ContextVar[tuple[FeatureTaps, dict[int, list[torch.Tensor]]] | None] = ContextVar(
-        "hf_ddtree_recording", default=None
-    )
+    _current: ContextVar[_Recording | None] = ContextVar("hf_ddtree_recording", default=None)
 
     def __init__(self, model: Any, layer_ids: Sequence[int]) -> None:
         self.layer_ids = tuple(layer_ids)
-        layers = decoder_layers(model)
+        decoder, layers = find_decoder(model)
         self._handles = [
-            (model.get_decoder() if i == len(layers) - 1 else layers[i]).register_forward_hook(self._hook(i))
+            (decoder if i == len(layers) - 1 else layers[i]).register_forward_hook(self._hook(i))
             for i in self.layer_ids
         ]
+        self._handles.append(decoder.register_forward_pre_hook(self._begin, with_kwargs=True))
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        current = self._current.get()
+        if current is not None and current.taps is self:
+            inputs = next(x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
+            current.shape = inputs.shape[:2]
+            current.already_run.clear()
 
     def _hook(self, layer_id: int) -> Any:
         def record(module: nn.Module, args: Any, output: Any) -> None:
             current = self._current.get()
-            if current is not None and current[0] is self:
-                current[1][layer_id].append(output if isinstance(output, torch.Tensor) else output[0])
+            if current is None or current.taps is not self:
+                return
+            state = output if isinstance(output, torch.Tensor) else output[0]
+            if state.dim() == 4:
+                state = state.mean(dim=2 if state.shape[:2] == current.shape else 0)
+            if layer_id in current.already_run:
+                current.chunks[layer_id].pop()
+            current.already_run.add(layer_id)
+            current.chunks[layer_id].append(state)
 
         return record
 
     @contextmanager
     def recording(self) -> Iterator[dict[int, list[torch.Tensor]]]:
         """Collect what the tap layers return: per layer, one `(B, chunk, H)` tensor a forward."""
-        chunks: dict[int, list[torch.Tensor]] = {layer_id: [] for layer_id in self.layer_ids}
-        token = self._current.set((self, chunks))
+        recording = _Recording(self, {layer_id: [] for layer_id in self.layer_ids})
+        token = self._current.set(recording)
         try:
-            yield chunks
+            yield recording.chunks
         finally:
             self._current.reset(token)
 
@@ -100,6 +126,7 @@ class Verifier:
         self.device = input_device(model.get_input_embeddings(), prompt_device)
         self.output_kwargs = {name: flag for name, flag in model_kwargs.items() if name in _OUTPUTS}
         self.prompt_mask: torch.Tensor | None = None  # (B, slots) bool, False where the prompt is padded
+        self.scale_period = row_scale_period(self.config)
         kinds = layer_kinds(self.config)
         self.layer_windows = [window for _, window in kinds]  # a layer
         self.windows = dict(kinds)  # a kind
@@ -131,7 +158,9 @@ class Verifier:
                 model_kwargs | {CACHE_KEY: self.cache},
                 is_first_iteration=not generation_config.is_assistant,
             )
-        if (filled := outputs[CACHE_KEY]) is not self.cache:  # Phi-3 takes a new cache beyond its rope switch
+        if (filled := outputs.get(CACHE_KEY)) is None:
+            raise ValueError(f"{type(self.model).__name__} returned no cache: `ddtree` needs a target that keeps one.")
+        if filled is not self.cache:  # Phi-3 takes a new cache beyond its rope switch
             self.cache.load(filled)
             already, self.recomputed = 0, True
         # Some versions run rows again that the cache has: they mask by a length that is not the cache's.
@@ -216,7 +245,17 @@ class Verifier:
         self.cache.reserve(length + token_ids.shape[1])
         slots = self.cache.open_tree(token_ids.shape[1], token_ids.device, token_ids.shape[0])
         masks = {
-            kind: tree_mask(ancestors, depths, slots, length, self.cache.view, self.prompt_mask, window, self.dtype)
+            kind: tree_mask(
+                ancestors,
+                depths,
+                slots,
+                length,
+                self.cache.view,
+                self.prompt_mask,
+                window,
+                self.dtype,
+                kind in _CHUNKED,
+            )
             for kind, window in self.windows.items()
         }
         with self._target_call() as chunks:
@@ -232,6 +271,24 @@ class Verifier:
                 **{name: types.expand(-1, token_ids.shape[1]) for name, types in self.step_types.items()},
             )
         return Verification(outputs.logits, self._features(chunks, token_ids.shape[1]), outputs)
+
+    def room(self, nodes: int) -> int:
+        """The depth that a tree of `nodes` nodes behind the next root may have."""
+        if self.scale_period is not None:
+            before, after = self.cache.length + 1, self.cache.length + nodes + 1
+            if before // self.scale_period != after // self.scale_period:
+                return 0
+        return sys.maxsize
+
+    def why_not_captured(self) -> str | None:
+        """What of the target a step of fixed shapes, with windows as its only masks, cannot do."""
+        if not set(self.windows) <= {"full_attention", "sliding_attention"}:
+            return f"layers of the kind {', '.join(sorted(self.windows))}"
+        if self.scale_period is not None:
+            return "attention goes by the number of a row"
+        if not all(layer.is_initialized for layer in self.cache.layers):
+            return "layers have no keys of their own"
+        return None
 
     def idle(self, root: torch.Tensor, position: torch.Tensor) -> None:
         """A forward that commits nothing, for the ranks that wait for it (`synced_gpus`)."""
@@ -270,25 +327,62 @@ def input_device(module: Any, given: torch.device) -> torch.device:
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
-    """The target's decoder layers.
+    """The target's decoder layers; see `find_decoder`."""
+    return find_decoder(model)[1]
+
+
+def find_decoder(model: Any) -> tuple[nn.Module, nn.ModuleList]:
+    """The module that returns the target's last hidden states, and its list of layers.
+
+    That is the first list of `num_hidden_layers` modules; where a layer counts several times, since it fills several
+    layers of a cache, the only list of transformers' decoder layers.
 
     Raises:
-        ValueError: The decoder has no list of `num_hidden_layers` modules.
+        ValueError: There is no such list.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for child in model.get_decoder().children():
-        if isinstance(child, nn.ModuleList) and len(child) == count:
-            return child
+    starts = (model.get_decoder(), model.base_model)
+    for start in starts:
+        for owner, layers in _lists(start, start):
+            if len(layers) == count:
+                return owner, layers
+    for start in starts:
+        found = [(owner, layers) for owner, layers in _lists(start, start) if count % len(layers) == 0]
+        found = [x for x in found if all(isinstance(layer, GradientCheckpointingLayer) for layer in x[1])]
+        if len(found) == 1:
+            return found[0]
     raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers to take features from.")
 
 
+def _lists(module: nn.Module, owner: nn.Module) -> Iterator[tuple[nn.Module, nn.ModuleList]]:
+    """The lists of modules in a module, its own before its children's, each with the innermost model around it."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    children = list(module.children())
+    for child in children:
+        if isinstance(child, nn.ModuleList) and len(child):
+            yield owner, child
+    for child in children:
+        if not isinstance(child, nn.ModuleList):
+            yield from _lists(child, owner)
+
+
 def layer_kinds(config: Any) -> list[tuple[str, int | None]]:
-    """Each decoder layer's kind and sliding window, `None` for full attention."""
-    window = getattr(config, "sliding_window", None)
+    """Each decoder layer's kind and its sliding window or chunk, `None` for attention to everything before."""
+    sizes = {
+        "sliding_attention": getattr(config, "sliding_window", None),
+        "chunked_attention": getattr(config, "attention_chunk_size", None),
+    }
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        kinds = ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
-    return [(kind, window if kind == "sliding_attention" else None) for kind in kinds]
+        kind = next((kind for kind, size in sizes.items() if size is not None), "full_attention")
+        kinds = [kind] * config.num_hidden_layers
+    return [(kind, sizes.get(kind)) for kind in kinds]
+
+
+def row_scale_period(config: Any) -> int | None:
+    """The rows after which queries are scaled anew, where layers count rows instead of positions (Llama 4)."""
+    period: int | None = getattr(config, "floor_scale", None)
+    return period if getattr(config, "attn_temperature_tuning", False) else None
 
 
 def tree_mask(
@@ -300,6 +394,7 @@ def tree_mask(
     prompt_mask: torch.Tensor | None,
     window: int | None,
     dtype: torch.dtype,
+    chunked: bool = False,
 ) -> torch.Tensor:
     """The additive mask of a tree: committed rows, ancestors and itself.
 
@@ -312,6 +407,8 @@ def tree_mask(
         prompt_mask: `(B, slots)` bool, False for padded prompt rows.
         window: Sliding window. It goes by slot, the root's plus the depth, as plain decoding's would.
         dtype: The model's.
+        chunked: Instead of a window before each row there are chunks of this size, counted from the first row that
+            is no padding.
 
     Returns:
         `(B, 1, N, view)`: 0 where attention is allowed, `finfo.min` elsewhere (eager attention would add a bool mask
@@ -328,6 +425,13 @@ def tree_mask(
     if window is not None:
         node_slots = length + depths
         key_slots = columns.scatter(1, slots, node_slots)
-        allowed &= node_slots[:, :, None] - key_slots[:, None, :] < window
+        if chunked:
+            padding = 0 if prompt_mask is None else (prompt_mask.cumsum(dim=1) == 0).sum(dim=1, keepdim=True)
+            node_chunks, key_chunks = (
+                torch.div(x - padding, window, rounding_mode="floor") for x in (node_slots, key_slots)
+            )
+            allowed &= node_chunks[:, :, None] == key_chunks[:, None, :]
+        else:
+            allowed &= node_slots[:, :, None] - key_slots[:, None, :] < window
     mask = torch.zeros(batch, 1, nodes, view, dtype=dtype, device=slots.device)
     return mask.masked_fill_(~allowed[:, None], torch.finfo(dtype).min)
