@@ -12,8 +12,8 @@ from torch.fx import Graph, Node
 from torch.nn.functional import linear, silu
 
 aten, prims = torch.ops.aten, torch.ops.prims
-# Beyond these, products are less bound by reading weights, and cuBLAS is as fast.
-_MOST_ROWS, _MOST_GATED_ROWS = 256, 128
+# Products of more rows are less bound by reading weights: cuBLAS is as fast, at first for large ones.
+_MOST_ROWS, _MANY_ROWS, _MOST_RESULTS = 256, 128, 2**21
 
 
 @torch.library.custom_op("hf_ddtree::linears", mutates_args=())
@@ -45,7 +45,7 @@ class JoinLinears(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         for node in list(graph.nodes):
             pair = _gate_and_up(node)
-            if pair:
+            if pair and _pays(pair):
                 _join(graph, pair, [node], gated=True)
         graph.eliminate_dead_code()
         groups: dict[Any, list[Node]] = defaultdict(list)
@@ -53,7 +53,7 @@ class JoinLinears(CustomGraphPass):
             if _is_linear(node):
                 groups[_input_of(node)].append(node)
         for products in groups.values():
-            if len(products) in (2, 3):
+            if len(products) in (2, 3) and _pays(products):
                 _join(graph, products, products, gated=False)
         graph.eliminate_dead_code()
 
@@ -86,6 +86,12 @@ def _is_linear(product: Any) -> bool:
         and value.shape[0] <= _MOST_ROWS
         and (not value.is_cuda or (value.dtype.itemsize == 2 and _is_known(value.device)))
     )
+
+
+def _pays(products: list[Node]) -> bool:
+    """Whether the kernel was faster than cuBLAS for products of this size."""
+    values = [product.meta["val"] for product in products]
+    return values[0].shape[0] <= _MANY_ROWS or sum(value.numel() for value in values) <= _MOST_RESULTS
 
 
 def _input_of(product: Node) -> tuple[Any, ...]:
@@ -125,8 +131,7 @@ def _gate_and_up(node: Node) -> list[Node]:
         if _is_linear(gate) and _is_linear(up) and gate is not up and _input_of(gate) == _input_of(up):
             values = [product.meta["val"] for product in (gate, up, node)]
             alike = len({(value.dtype, value.numel()) for value in values}) == 1  # nothing was repeated to fit
-            few = values[0].shape[0] <= _MOST_GATED_ROWS
-            return [gate, up] if alike and few and gate.target == aten.mm.default else []
+            return [gate, up] if alike and gate.target == aten.mm.default else []
     return []
 
 

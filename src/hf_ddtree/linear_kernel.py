@@ -37,8 +37,10 @@ def choose_blocks(rows: int, gated: bool, shared: int = 232448) -> Blocks:
         shared: Bytes of shared memory that a program may have.
     """
     block_rows = max(16, min(128, triton.next_power_of_2(rows)))
-    stages = 3 if block_rows == 128 else 4
-    blocks = Blocks(64, block_rows, 64, 4, stages) if gated else Blocks(64, block_rows, 128, 4, stages + 2)
+    if gated or rows > 128:
+        blocks = Blocks(64, block_rows, 64, 4, 3 if gated and block_rows == 128 else 4)
+    else:
+        blocks = Blocks(64, block_rows, 128, 4, 6)
     stage = 2 * blocks.inner * (blocks.outputs * (2 if gated else 1) + block_rows)
     return blocks._replace(stages=max(1, min(blocks.stages, shared // stage)))
 
