@@ -19,8 +19,9 @@ from transformers.pipelines import base as pipelines_base
 
 from .compat import CACHE_KEY, warn_if_untested
 from .configuration_ddtree import DDTreeConfig
-from .configuration_dflash import DFlashConfig, is_dflash_config_dict
+from .configuration_dflash import DFlashConfig
 from .decoding import ddtree_decoding
+from .drafter_formats import is_dflash_config_dict
 from .modeling_dflash import DFlashDraftModel
 from .outputs import longest
 from .validation import (

@@ -12,7 +12,7 @@ from transformers import DynamicCache, GenerationConfig, QuantizedCache
 from transformers.generation.configuration_utils import GenerationMode
 
 from .compat import CACHE_KEY
-from .configuration_dflash import REQUIRED
+from .drafter_formats import REQUIRED
 from .rope import rope_parameters
 
 # Attention functions that add a 4D mask to the scores. Flash kernels take none, and flex attention's kernel on a CPU
