@@ -174,8 +174,3 @@ class DFlashConfig(Qwen3Config):
             )
         if self.rope_parameters is None or "rope_type" not in self.rope_parameters:
             raise ValueError(f"`rope_parameters` must be one rope for all layers, got {self.rope_parameters}.")
-        if len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"`layer_types` names {len(self.layer_types)} layers, and `num_hidden_layers` is "
-                f"{self.num_hidden_layers}."
-            )

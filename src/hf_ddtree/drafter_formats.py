@@ -156,7 +156,7 @@ def _rename(flat: dict[str, Any], old: str, new: str) -> None:
 def _check_supported(options: dict[str, Any]) -> None:
     """Raise on what our network would leave out: such a drafter would load, and draft badly without any other sign."""
     rope = options.get("rope_parameters") or options.get("rope_scaling") or {}
-    if rope.get("rope_type") == "proportional":  # which means something else by it
+    if rope.get("rope_type", rope.get("type")) == "proportional":  # which means something else by it
         options = {name: value for name, value in options.items() if name != "partial_rotary_factor"}
     elif "partial_rotary_factor" in rope:
         options = options | {"partial_rotary_factor": rope["partial_rotary_factor"]}
