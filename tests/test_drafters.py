@@ -8,13 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from transformers import (
+    MuseGlimmerAssistantConfig,
+    MuseGlimmerAssistantModel,
+    MuseGlimmerConfig,
+    MuseGlimmerForConditionalGeneration,
+    PreTrainedModel,
+    __version__,
+)
 
 from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, DFlashConfig, DFlashDraftModel
 from hf_ddtree.candidate_generator import draft_logits, embed_tokens
 from hf_ddtree.drafter_formats import flatten_config_dict
-from scripted import VOCAB, prompt_ids, tiny_drafter, tiny_target
+from scripted import SIZES, VOCAB, prompt_ids, tiny_drafter, tiny_target
+from test_candidate_generator import Rounds, fit
 
 LAYERS = 8
 REQUIRED: dict[str, Any] = {"target_layer_ids": [0, 2], "mask_token_id": 3, "block_size": 8}
@@ -328,8 +337,10 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [*((name, form) for name in REFUSED for form in ("z-lab", "flat"))]
-    + [("sample_from_anchor", "speculators"), ("target_hidden_size", "speculators")],
+    [
+        *((name, form) for name in REFUSED for form in ("z-lab", "flat")),
+        *((name, "speculators") for name in ("sample_from_anchor", "target_hidden_size")),
+    ],
 )
 def test_what_the_network_lacks_is_refused_by_name(
     name: str, form: str, target: PreTrainedModel, tmp_path: Path
@@ -397,3 +408,65 @@ def test_another_kind_of_drafter_is_refused_as_what_it_is(name: str, tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps(config_dict))
     with pytest.raises(ValueError, match=kind):
         DFlashDraftModel.from_pretrained(tmp_path)
+
+
+# -- transformers' own ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def muse() -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A tiny Muse Glimmer, and transformers' own DFlash assistant for it, fitted a little."""
+    sizes = {name: value for name, value in SIZES.items() if name != "num_hidden_layers"}
+    sizes |= {"head_dim": 12, "vocab_size": 8, "initializer_range": 0.1}
+    text = sizes | {"num_hidden_layers": 4, "sliding_window": 24, "output_multiplier": 0.3}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = MuseGlimmerForConditionalGeneration(
+        MuseGlimmerConfig(text_config=text, vision_config=vision, out_hidden_size=16)
+    ).eval()
+    with torch.no_grad():
+        for layer in model.model.language_model.layers:
+            layer.self_attn.o_proj.weight *= 0.3
+    del sizes["vocab_size"]
+    config = MuseGlimmerAssistantConfig(**sizes | {"num_hidden_layers": 2, "sliding_window": 9} | REQUIRED)
+    torch.manual_seed(1)
+    drafter = MuseGlimmerAssistantModel(config).eval()
+    fit(drafter, model)
+    return model, drafter
+
+
+@pytest.mark.parametrize("layers", ["sliding", "full"])
+def test_transformers_own_assistant_accepts_what_it_does_natively(
+    layers: str, muse: tuple[PreTrainedModel, PreTrainedModel]
+) -> None:
+    model, drafter = muse
+    longest = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafter.config, "layer_types", [f"{layers}_attention"] * 2)
+        for part in drafter.layers:
+            patch.setattr(part.self_attn, "is_sliding", layers == "sliding")
+        for length, new in ((2, 40), (6, 60), (30, 50)):
+            ids = prompt_ids(length, vocab=8, seed=length)
+            options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False}
+            plain = model.generate(ids, **options)
+            rounds = Rounds()
+            options["assistant_model"] = drafter
+            native = model.generate(ids, speculation_type="dflash", streamer=rounds, **options)
+            options["return_dict_in_generate"] = True
+            chain = model.generate(ids, ddtree={"tree": "chain", "budget": 7}, **options)
+            tree = model.generate(ids, ddtree={"budget": 31}, **options)
+            assert plain.tolist() == native.tolist() == chain.sequences.tolist() == tree.sequences.tolist()
+            if Version(__version__) >= Version("5.23"):  # native DFlash taps other layers before
+                assert rounds.puts[2:] == chain.ddtree_stats.acceptance_lengths
+            assert tree.ddtree_stats.mean_acceptance_length >= chain.ddtree_stats.mean_acceptance_length
+            longest = max(longest, *chain.ddtree_stats.acceptance_lengths)
+    assert longest > 3
+
+
+def test_draft_logits_are_those_of_a_target_that_scales_before_its_cap(
+    muse: tuple[PreTrainedModel, PreTrainedModel],
+) -> None:
+    model, drafter = muse
+    with torch.no_grad():
+        out = model(prompt_ids(5, vocab=8), output_hidden_states=True)
+        torch.testing.assert_close(draft_logits(model, out.hidden_states[-1], drafter), out.logits)
