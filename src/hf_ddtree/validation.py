@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -200,26 +200,37 @@ def check_rope(model: Any, positions: int) -> None:
 
 def check_pair(model: Any, drafter: Any) -> None:
     """Raise when a drafter was made for another target."""
-    target, draft = model.config.get_text_config(decoder=True), drafter.config
+    if drafter.device.type == "meta":
+        raise ValueError("The drafter has no weights (it is on the meta device): load it with `from_pretrained`.")
+    rows = model.get_input_embeddings().weight.shape[0]
+    for fault in pair_faults(model.config.get_text_config(decoder=True), drafter.config, rows):
+        raise ValueError(fault)
+
+
+def pair_faults(target: Any, draft: Any, rows: int) -> Iterator[str]:
+    """What speaks against a target with a drafter, by their configs.
+
+    Args:
+        target: The target's text config.
+        draft: The drafter's config.
+        rows: Of the target's embedding.
+    """
     pairs = [
         ("hidden size", draft.hidden_size, target.hidden_size),
         ("number of target layers", getattr(draft, "num_target_layers", None), target.num_hidden_layers),
         ("vocabulary", getattr(draft, "vocab_size", None), target.vocab_size),
     ]
-    if drafter.device.type == "meta":
-        raise ValueError("The drafter has no weights (it is on the meta device): load it with `from_pretrained`.")
     for what, expected, found in pairs:
         if expected is not None and expected != found:
-            raise ValueError(
+            yield (
                 f"The drafter was made for a target whose {what} is {expected}; this target's is {found}. Use the "
                 "drafter that belongs to this target."
             )
     if (tap := max(draft.target_layer_ids)) >= target.num_hidden_layers:
-        raise ValueError(
+        yield (
             f"The drafter taps layer {tap}, and the target has layers 0 to {target.num_hidden_layers - 1}: it belongs "
             "to another target."
         )
-    rows = model.get_input_embeddings().weight.shape[0]
     for what, value in (("mask token id", draft.mask_token_id), ("vocabulary's last id", target.vocab_size - 1)):
         if value >= rows:
-            raise ValueError(f"The drafter's {what} {value} lies beyond the {rows} rows of the target's embedding.")
+            yield f"The drafter's {what} {value} lies beyond the {rows} rows of the target's embedding."
