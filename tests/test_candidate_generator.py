@@ -14,9 +14,9 @@ from hf_ddtree.candidate_generator import draft_logits, embed_tokens
 from scripted import prompt_ids, tiny_drafter, tiny_target
 
 
-def a_pair_that_agrees(block_size: int = 8) -> tuple[PreTrainedModel, DFlashDraftModel]:
+def a_pair_that_agrees(block_size: int = 8, **overrides: Any) -> tuple[PreTrainedModel, DFlashDraftModel]:
     """A target whose next token depends on little, and a drafter fitted to it: acceptance well above one token."""
-    model = tiny_target("llama", vocab_size=8, initializer_range=0.1)
+    model = tiny_target("llama", vocab_size=8, initializer_range=0.1, **overrides)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight *= 0.3

@@ -42,9 +42,9 @@ def watch_acceptance(model: Any, drafter: Any, stats: DDTreeStats) -> None:
     if acceptance.add(stats):
         logger.warning(
             f"The drafter gains nothing: {acceptance.rounds} rounds committed "
-            f"{acceptance.tokens / acceptance.rounds:.2f} tokens each, the target's own among them. The text is right, "
+            f"{acceptance.tokens / acceptance.rounds:.2f} tokens each, the target's own included. The text is right, "
             "but plain decoding is as fast. Usual causes: the drafter was trained for another target or other tap "
             "layers (`python -m hf_ddtree inspect DRAFTER TARGET` compares them); the prompt does not follow the "
             "target's chat template; thinking is on where the drafter was trained without it, or off; target or "
-            "drafter is quantized."
+            "drafter is quantized, or the target's features overflow the drafter's float16."
         )

@@ -78,6 +78,11 @@ def is_dflash_config_dict(config_dict: dict[str, Any]) -> bool:
     return drafter_format(config_dict) is not None
 
 
+def is_native_config_dict(config_dict: dict[str, Any]) -> bool:
+    """Whether a config.json describes one of transformers' own DFlash assistants."""
+    return drafter_format(config_dict) is None and all(config_dict.get(name) is not None for name in REQUIRED)
+
+
 def other_kind(config_dict: dict[str, Any]) -> str | None:
     """What a drafter's config.json describes if it is no DFlash drafter that can be loaded."""
     names = [config_dict.get("speculators_model_type"), config_dict.get("model_type")]
@@ -92,7 +97,7 @@ def other_kind(config_dict: dict[str, Any]) -> str | None:
             return _OTHER_KINDS[mark]
     if "eagle_config" in config_dict:
         return _OTHER_KINDS["eagle3"]
-    if not is_dflash_config_dict(config_dict) and all(config_dict.get(name) is not None for name in REQUIRED):
+    if is_native_config_dict(config_dict):
         return "one of transformers' own DFlash assistants (load it with `AutoModel.from_pretrained`)"
     return None
 

@@ -19,7 +19,13 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .configuration_dflash import DFlashConfig
-from .drafter_formats import COPIES_OF_TARGET, REQUIRED, drafter_format, flatten_config_dict, other_kind
+from .drafter_formats import (
+    COPIES_OF_TARGET,
+    drafter_format,
+    flatten_config_dict,
+    is_native_config_dict,
+    other_kind,
+)
 from .modeling_dflash import DFlashDraftModel
 from .validation import pair_faults
 
@@ -104,7 +110,7 @@ def _config_dict(name: str) -> dict[str, Any]:
 
 def _read_config(config_dict: dict[str, Any], report: Report) -> PreTrainedConfig | None:
     form = drafter_format(config_dict)
-    native = form is None and all(config_dict.get(name) is not None for name in REQUIRED)
+    native = is_native_config_dict(config_dict)
     if native:
         form = f"transformers' own ({config_dict.get('model_type')})"
     elif form is None or other_kind(config_dict):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, PreTrainedConfig
+from transformers import AutoModel, Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DFlashCache
 from transformers.masking_utils import (
     create_bidirectional_mask,
@@ -20,7 +20,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
     Qwen3RMSNorm,
@@ -31,7 +31,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from .compat import CACHE_KEY
 from .configuration_dflash import DFlashConfig
-from .drafter_formats import COPIES_OF_TARGET, drafter_format, other_kind
+from .drafter_formats import COPIES_OF_TARGET, drafter_format, is_native_config_dict, other_kind
 
 _MASKS: dict[tuple[str, bool], Callable[..., Any]] = {
     ("full_attention", False): create_bidirectional_mask,
@@ -278,6 +278,18 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         }
         layers = {kind: self.config.layer_is_causal(i) for i, kind in enumerate(self.config.layer_types)}
         return {kind: _MASKS[kind, causal](**arguments) for kind, causal in layers.items()}
+
+
+def load_drafter(name: str, **kwargs: Any) -> Any:
+    """A drafter from a directory or hub id: ours, or one of transformers' own DFlash assistants.
+
+    Args:
+        name: Directory or hub id.
+        kwargs: As [`PreTrainedModel.from_pretrained`].
+    """
+    config_dict, _ = PreTrainedConfig.get_config_dict(name)
+    loader = AutoModel if is_native_config_dict(config_dict) else DFlashDraftModel
+    return loader.from_pretrained(name, **kwargs)
 
 
 @contextmanager

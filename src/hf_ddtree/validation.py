@@ -202,9 +202,15 @@ def check_pair(model: Any, drafter: Any) -> None:
     """Raise when a drafter was made for another target."""
     if drafter.device.type == "meta":
         raise ValueError("The drafter has no weights (it is on the meta device): load it with `from_pretrained`.")
-    rows = model.get_input_embeddings().weight.shape[0]
-    for fault in pair_faults(model.config.get_text_config(decoder=True), drafter.config, rows):
+    target, taps = model.config.get_text_config(decoder=True), drafter.config.target_layer_ids
+    for fault in pair_faults(target, drafter.config, model.get_input_embeddings().weight.shape[0]):
         raise ValueError(fault)
+    projection = getattr(getattr(drafter, "encoder", drafter), "fc", None)
+    if projection is not None and projection.in_features != len(taps) * target.hidden_size:
+        raise ValueError(
+            f"The drafter projects {projection.in_features} features, and {len(taps)} tap layers of width "
+            f"{target.hidden_size} give {len(taps) * target.hidden_size}: its config was changed after it was loaded."
+        )
 
 
 def pair_faults(target: Any, draft: Any, rows: int) -> Iterator[str]:
@@ -226,11 +232,13 @@ def pair_faults(target: Any, draft: Any, rows: int) -> Iterator[str]:
                 f"The drafter was made for a target whose {what} is {expected}; this target's is {found}. Use the "
                 "drafter that belongs to this target."
             )
-    if (tap := max(draft.target_layer_ids)) >= target.num_hidden_layers:
+    if (tap := max(draft.target_layer_ids)) >= target.num_hidden_layers or (tap := min(draft.target_layer_ids)) < 0:
         yield (
             f"The drafter taps layer {tap}, and the target has layers 0 to {target.num_hidden_layers - 1}: it belongs "
             "to another target."
         )
+    if draft.block_size < 2:
+        yield f"The drafter's block of {draft.block_size} has the bonus token and nothing to draft: 2 is the least."
     for what, value in (("mask token id", draft.mask_token_id), ("vocabulary's last id", target.vocab_size - 1)):
-        if value >= rows:
+        if not 0 <= value < rows:
             yield f"The drafter's {what} {value} lies beyond the {rows} rows of the target's embedding."
