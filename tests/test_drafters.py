@@ -232,6 +232,21 @@ def test_a_reduced_vocabulary_is_all_that_is_drafted(target: PreTrainedModel, tm
         save(tmp_path, config_dict, drafter, **{name: w for name, w in weights.items() if name != "t2d"})
 
 
+@pytest.mark.usefixtures("stepped")
+def test_captured_rounds_draft_the_same(target: PreTrainedModel, tmp_path: Path) -> None:
+    drafter = tiny_drafter(target)
+    t2d = torch.arange(VOCAB) % 3 == 0
+    scales = {"input_embedding_scale": 3.0, "output_multiplier": 0.25, "final_logit_softcapping": 2}
+    config_dict = flat(drafter) | scales | {"draft_vocab_size": int(t2d.sum())}
+    loaded = save(tmp_path, config_dict, drafter, t2d=t2d)
+    trees = []
+    for execution in ("auto", "plain"):
+        stats = assert_same_text(target, loaded, execution=execution, record_trees=True)
+        assert stats.path.startswith("plain") == (execution == "plain")
+        trees.append([round.tree.token_ids.tolist() for round in stats.trees])
+    assert trees[0] == trees[1]
+
+
 def test_what_the_trainer_leaves_to_the_layers_defaults_is_read_from_there(target: PreTrainedModel) -> None:
     config_dict = speculators(tiny_drafter(target))
     layer = {"model_type": "llama", "hidden_size": 48, "num_attention_heads": 4, "vocab_size": VOCAB}
@@ -385,6 +400,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "EAGLE-3 of speculators": ({"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}, "EAGLE-3"),
     "EAGLE-3": ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, "EAGLE-3"),
     "P-EAGLE": ({"speculators_model_type": "peagle"}, "P-EAGLE"),
+    "a newer one": ({"speculators_model_type": "dflare"}, "of the kind 'dflare'"),
     "DSpark": ({"speculators_model_type": "dspark"}, "DSpark"),
     "MTP": ({"speculators_model_type": "mtp"}, "multi-token"),
     "Medusa": ({"model_type": "medusa"}, "Medusa"),

@@ -95,6 +95,8 @@ def other_kind(config_dict: dict[str, Any]) -> str | None:
     for name, mark in _OTHER_ENTRIES.items():
         if entries.get(name):
             return _OTHER_KINDS[mark]
+    if (speculator := config_dict.get("speculators_model_type")) not in (None, "dflash"):
+        return f"a speculator of the kind {speculator!r}"
     if "eagle_config" in config_dict:
         return _OTHER_KINDS["eagle3"]
     if is_native_config_dict(config_dict):
