@@ -249,7 +249,7 @@ def embed_tokens(target: Any, token_ids: torch.Tensor, drafter: Any = None) -> t
     """
     embedding = target.get_input_embeddings()
     token_ids = token_ids.to(input_device(embedding, token_ids.device))
-    scale = getattr(drafter and drafter.config, "input_embedding_scale", None)
+    scale = getattr(getattr(drafter, "config", None), "input_embedding_scale", None)
     if scale is None and getattr(embedding, "embed_norm", None) is None:
         embeds: torch.Tensor = embedding(token_ids)
         return embeds
@@ -276,7 +276,7 @@ def draft_logits(target: Any, hidden: torch.Tensor, drafter: Any = None) -> torc
     """
     head = target.get_output_embeddings()
     logits: torch.Tensor = head(hidden.to(input_device(head, hidden.device), target.dtype))
-    own = drafter and drafter.config
+    own = getattr(drafter, "config", None)
     multiplier, cap = getattr(own, "output_multiplier", None), getattr(own, "final_logit_softcapping", None)
     if multiplier is None and cap is None:
         config = target.config.get_text_config(decoder=True)
