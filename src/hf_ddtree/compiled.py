@@ -263,7 +263,7 @@ class Step:
         # Draft the next block, and build the tree from its distributions.
         if self.drafts:
             hidden = self._draft(path, count, rounds.position + steps)
-            candidates = best_candidates(draft_logits(self.target, hidden), rounds.candidates)
+            candidates = best_candidates(draft_logits(self.target, hidden, self.drafter), rounds.candidates)
             for own, new in zip(rounds.tree, rounds.build_tree(*candidates, rounds.nodes), strict=True):
                 own.copy_(new)
             rounds.context_length.add_(count)
@@ -301,8 +301,9 @@ class Step:
         self.block_depths.copy_(count[:, None] + places)
         self.column_depths.copy_(torch.cat([steps, self.block_depths], dim=1))
         masks = torch.full_like(places[:, 1:], self.drafter.config.mask_token_id)
+        block = torch.cat([rounds.root, masks], dim=1)
         output = self.drafter(
-            noise_embeds=embed_tokens(self.target, torch.cat([rounds.root, masks], dim=1)).to(rounds.dtype),
+            noise_embeds=embed_tokens(self.target, block, self.drafter).to(rounds.dtype),
             context_hidden_states=features.to(rounds.dtype),
             position_ids=torch.cat([positions, rounds.position + self.block_depths], dim=1),
             attention_mask=torch.zeros(1, 1, 1, 1, dtype=rounds.dtype, device=self.device),

@@ -12,6 +12,7 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
+from .acceptance_watch import watch_acceptance
 from .budget import Budget, clock, make_budget
 from .candidate_generator import DDTreeCandidateGenerator
 from .capture import find_rounds, find_step, why_not_captured
@@ -137,6 +138,7 @@ def ddtree_decoding(
             cache.export(users_cache)
             source.leave(users_cache, record.input_ids)
 
+    watch_acceptance(model, assistant_model, stats)
     sequences = record.input_ids.clone()
     if not record.return_dict:
         return sequences

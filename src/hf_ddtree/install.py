@@ -19,9 +19,10 @@ from transformers.pipelines import base as pipelines_base
 
 from .compat import CACHE_KEY, warn_if_untested
 from .configuration_ddtree import DDTreeConfig
-from .configuration_dflash import DFlashConfig, is_dflash_config_dict
+from .configuration_dflash import DFlashConfig
 from .decoding import ddtree_decoding
-from .modeling_dflash import DFlashDraftModel
+from .drafter_formats import is_dflash_config_dict, is_native_config_dict
+from .modeling_dflash import DFlashDraftModel, load_drafter
 from .outputs import longest
 from .validation import (
     check_assistant,
@@ -271,8 +272,8 @@ def _load_assistant_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_assistant_model(model: Any, assistant_model: Any, assistant_tokenizer: Any) -> tuple[Any, Any]:
         if isinstance(assistant_model, str):
             config_dict, _ = PreTrainedConfig.get_config_dict(assistant_model)
-            if is_dflash_config_dict(config_dict):
-                assistant_model = DFlashDraftModel.from_pretrained(assistant_model)
+            if is_dflash_config_dict(config_dict) or is_native_config_dict(config_dict):
+                assistant_model = load_drafter(assistant_model)
                 assistant_model = assistant_model.to(device=model.device, dtype=model.dtype)
         if is_dflash_drafter(assistant_model):
             return assistant_model, None
