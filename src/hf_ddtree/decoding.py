@@ -175,10 +175,10 @@ def draft(
     """The tree behind the bonus token, whose position is given."""
     with timed("draft"):
         plain = rope.crossed(record.length, position) or verifier.drops_cache or verifier.plain_only
-        depth = min(record.room - 1, rope.room(record.length, position), verifier.room(source.nodes))
+        depth = min(record.room - 1, rope.room(record.length, position), verifier.most_nodes)
         depth = 0 if plain or not budget.drafts else depth
         root = record.last_token.to(verifier.device)
-        tree = source.draft_tree(root, position.view(-1, 1)[:1], depth)
+        tree = source.draft_tree(root, position.view(-1, 1)[:1], depth).first(verifier.most_nodes)
         return Drafted(*(budget.cut(tree) if depth > 0 else (tree, 0)), plain)
 
 

@@ -272,13 +272,12 @@ class Verifier:
             )
         return Verification(outputs.logits, self._features(chunks, token_ids.shape[1]), outputs)
 
-    def room(self, nodes: int) -> int:
-        """The depth that a tree of `nodes` nodes behind the next root may have."""
-        if self.scale_period is not None:
-            before, after = self.cache.length + 1, self.cache.length + nodes + 1
-            if before // self.scale_period != after // self.scale_period:
-                return 0
-        return sys.maxsize
+    @property
+    def most_nodes(self) -> int:
+        """Nodes that a tree behind the next root may have."""
+        if self.scale_period is None:
+            return sys.maxsize
+        return self.scale_period - 1 - (self.cache.length + 1) % self.scale_period
 
     def why_not_captured(self) -> str | None:
         """What of the target a step of fixed shapes, with windows as its only masks, cannot do."""
