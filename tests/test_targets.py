@@ -11,7 +11,7 @@ import transformers
 from transformers import BertConfig, BertLMHeadModel, GPTNeoConfig, GPTNeoForCausalLM, PreTrainedModel
 
 from all_targets import config_classes, tiny_config, tiny_model
-from hf_ddtree import compiled
+from hf_ddtree import capture
 from hf_ddtree.compat import CACHE_KEY
 from scripted import SIZES, prompt_ids, scripted, tiny_drafter
 
@@ -95,7 +95,7 @@ def test_rows_that_are_counted_in_place_of_positions(period: int) -> None:
 def test_a_step_takes_no_target_whose_attention_it_does_not_run(
     family: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "_release", lambda device: None)
+    monkeypatch.setattr(capture, "_release", lambda device: None)
     model = model_of(family)
     options = {"no_repeat_ngram_size": None, "suppress_tokens": None}  # else single tokens have to be looked at
     expected = decode(model, prompt_ids(21), **options).sequences

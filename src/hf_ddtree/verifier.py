@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .compat import CACHE_KEY
+from .compat import CACHE_KEY, IMAGE_MEASURES
 from .draft_tree import ancestor_matrix, node_depths
 from .target_state import uncompiled
 from .tree_cache import TreeCache
@@ -233,7 +233,7 @@ class Verifier:
         others = {
             name: value
             for name, value in inputs.items()
-            if value is not None and name not in (*_STEP_INPUTS, *_OUTPUTS)
+            if value is not None and name not in (*_STEP_INPUTS, *_OUTPUTS, *IMAGE_MEASURES)
         }
         types = {}
         for name, of_next in _TOKEN_TYPES.items():
