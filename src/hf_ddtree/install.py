@@ -28,6 +28,7 @@ from .validation import (
     check_assistant,
     check_batch,
     check_cache,
+    check_cross_attention,
     check_custom_generate,
     check_drafter_has_use,
     check_not_paged,
@@ -247,6 +248,7 @@ def _assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
         room = longest(generation_config, stopping_criteria) - input_ids.shape[1]
         check_prompt(kwargs["position_ids"])
         check_cache(kwargs.get(CACHE_KEY))
+        check_cross_attention(self, kwargs)
         check_rope(self, int(kwargs["position_ids"].max()) + 1 + room)
         for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
             kwargs.pop(name, None)

@@ -123,6 +123,18 @@ def check_cache(cache: Any) -> None:
         )
 
 
+def check_cross_attention(model: Any, model_kwargs: dict[str, Any]) -> None:
+    """Raise where a target would look across at an image, now or from the caller's cache."""
+    layers = getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
+    cache = model_kwargs.get(CACHE_KEY)
+    given = any(model_kwargs.get(name) is not None for name in ("pixel_values", "cross_attention_states"))
+    if layers and (given or (cache is not None and any(int(cache.get_seq_length(i)) > 0 for i in layers))):
+        raise ValueError(
+            f"{type(model).__name__} sees images by cross attention, to keys that are no rows of the text and that "
+            "`ddtree` does not keep: decode images without it (text alone works)."
+        )
+
+
 def check_target(model: Any) -> None:
     """Raise when a target cannot verify trees, by what it can do, not by its name."""
     name = type(model).__name__
@@ -176,7 +188,12 @@ def check_target(model: Any) -> None:
 
 
 def _is_causal(model: Any) -> bool:
-    """Whether the decoder has causal attention, as far as its layers say."""
+    """Whether new tokens see only what is before them, as far as its layers say.
+
+    What makes masks for `generate` itself shows a prompt more than that, and no new token.
+    """
+    if hasattr(model, "create_masks_for_generate"):
+        return True
     said = [module.is_causal for module in find_decoder(model)[1].modules() if hasattr(module, "is_causal")]
     return any(said) or not said
 
