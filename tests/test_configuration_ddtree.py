@@ -77,6 +77,7 @@ def test_a_sequence_is_a_schedule() -> None:
     assert hash(config)
     assert config.sizes("cpu") == config.sizes("cuda") == (0, 15, 63)
     assert json.loads(json.dumps(config.to_dict()))["budget"] == [15, 0, 63, 15]
+    assert DDTreeConfig(budget=range(3)).budget == (0, 1, 2)
     for empty in ([], ()):
         with pytest.raises(ValueError, match="`budget` is an empty sequence"):
             DDTreeConfig(budget=empty)

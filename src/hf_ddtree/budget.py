@@ -25,6 +25,8 @@ _FADE = 0.97  # weight of the rounds before, in what is known of a drafter
 _PRIOR = 1.0  # expected tokens that the drafter's own word counts for
 _CARRIED = 4.0  # expected tokens that earlier calls' experience counts for, at most
 _ROUNDS = 8  # of trees, before single tokens are thought of
+_LATE = 2.0  # times the cost of its size, that a round counts for at most: one that is held up says nothing of trees
+_FORGOTTEN = 128  # rounds without a size, after which its cost is learned anew; twice as many each time
 _PAUSE = 64  # tokens until trees are tried again; twice as many each time
 CAPTURE_SHARE = 1.0  # of the time spent in rounds, that captures may take
 _LEAST_SHARE = 0.5  # of the smallest tree's round, that a round without one takes at least: it reads the same weights
@@ -67,13 +69,13 @@ class Budget:
         """
         return self.most
 
-    def observe(self, nodes: int, rows: Sequence[int], seconds: float, length: int) -> None:
+    def observe(self, nodes: int, rows: Sequence[int], seconds: float | None, length: int) -> None:
         """Learn from a round.
 
         Args:
             nodes: What `choose` gave for it.
             rows: That committed a token: the root (0), then accepted nodes + 1.
-            seconds: It took.
+            seconds: It took; `None` if it was of another kind than rounds with trees are.
             length: Of the text.
         """
 
@@ -95,7 +97,7 @@ class ReplayedBudget(Budget):
     def choose(self, expected: Sequence[float]) -> int:
         return self._budgets[0]
 
-    def observe(self, nodes: int, rows: Sequence[int], seconds: float, length: int) -> None:
+    def observe(self, nodes: int, rows: Sequence[int], seconds: float | None, length: int) -> None:
         if len(self._budgets) > 1:
             del self._budgets[0]
 
@@ -110,7 +112,25 @@ class Experience:
         self.expected = [0.0] * len(sizes)
         self.added = [0.0] * len(sizes)
         self.capturing = self.decoding = 0.0  # seconds of all calls
+        self.compiled: set[int] = set()
         self.ruled_out: set[int] = set()
+        self.rounds = 0
+        self._last = dict.fromkeys(sizes, 0)  # round of each size
+        self._patience = dict.fromkeys(sizes, _FORGOTTEN)
+
+    def add(self, magnitude: int, size: int, seconds: float) -> bool:
+        """Note a round. True if more than this size's cost has changed by that."""
+        self.decoding += seconds
+        self.rounds += 1
+        self._last[size] = self.rounds
+        samples = self.seconds.setdefault(magnitude, {})
+        samples[size] = [*samples.get(size, ())[1 - _SAMPLES :], seconds]
+        old = [s for s, last in self._last.items() if self.rounds - last > self._patience[s]]
+        for size_ in old:  # it may have been measured while something held up the device
+            self._last[size_], self._patience[size_] = self.rounds, 2 * self._patience[size_]
+            for of_size in list(self.seconds.values()):
+                of_size.pop(size_, None)
+        return bool(old) or len(samples[size]) == _TRIES
 
     def cost(self, magnitude: int, size: int) -> float | None:
         """Seconds of a round, or `None` if too few were seen."""
@@ -195,12 +215,18 @@ class LearnedBudget(Budget):
                 best, most = size, tokens / cost
         return best
 
-    def observe(self, nodes: int, rows: Sequence[int], seconds: float, length: int) -> None:
-        self.experience.decoding += seconds
-        self._add(nodes, seconds, length.bit_length())
+    def observe(self, nodes: int, rows: Sequence[int], seconds: float | None, length: int) -> None:
+        if seconds is None:
+            return
+        known, magnitude = self.experience, length.bit_length()
+        if known.add(magnitude, nodes, seconds) or magnitude != self._magnitude:
+            self._magnitude, self._costs = magnitude, known.least_costs(magnitude, self.sizes)
+        elif (cost := known.cost(magnitude, nodes)) is not None:
+            self._costs[nodes] = cost
         if nodes:
             self._correct(nodes, rows)
             self._rounds += 1
+            seconds = min(seconds, _LATE * self._costs.get(nodes, 0.0) or seconds)
             self._tokens, self._seconds = _FADE * self._tokens + len(rows), _FADE * self._seconds + seconds
             if self._rounds >= _ROUNDS and self._single_tokens_win():
                 self._rest()
@@ -218,6 +244,7 @@ class LearnedBudget(Budget):
             self.experience.ruled_out.add(nodes)
         else:
             self.experience.capturing += seconds
+            self.experience.compiled.add(nodes)
 
     def _is_open(self, size: int) -> bool:
         """Whether a round may have this size now."""
@@ -226,19 +253,8 @@ class LearnedBudget(Budget):
             return True
         if size in known.ruled_out:
             return False
-        # To capture one again, as when buffers have grown, is quick: it is compiled.
-        tried = any(size in of_size for of_size in list(known.seconds.values()))
-        return tried or known.capturing <= CAPTURE_SHARE * known.decoding
-
-    def _add(self, size: int, seconds: float, magnitude: int) -> None:
-        of_size = self.experience.seconds.setdefault(magnitude, {})
-        samples = of_size[size] = [*of_size.get(size, ())[1 - _SAMPLES :], seconds]
-        cost = self.experience.cost(magnitude, size)
-        if magnitude != self._magnitude or len(samples) == _TRIES:
-            self._magnitude = magnitude
-            self._costs = self.experience.least_costs(magnitude, self.sizes)
-        elif cost is not None:
-            self._costs[size] = cost
+        # To capture one again, as when buffers have grown, is quick.
+        return size in known.compiled or known.capturing <= CAPTURE_SHARE * known.decoding
 
     def _correct(self, nodes: int, rows: Sequence[int]) -> None:
         """Compare what the verified nodes promised with what they gave."""

@@ -64,9 +64,9 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         self.layer_ids = tuple(drafter.config.target_layer_ids)
         self.block_size = drafter.config.block_size
         self.max_depth = min(self.block_size - 1, config.max_depth or self.block_size - 1)
-        self.nodes = max(config.sizes(target.device.type))
-        if config.tree == "chain":
-            self.nodes = min(self.nodes, self.max_depth)
+        width = 1 if config.tree == "chain" else target.config.get_text_config(decoder=True).vocab_size
+        largest = sum(width**depth for depth in range(1, self.max_depth + 1))
+        self.nodes = min(max(config.sizes(target.device.type)), largest)  # of a tree
         self.model_kwargs_overrides = {"output_hidden_states": compat.hidden_states_request(self.layer_ids)}
         self.cache = DraftCache.for_config(drafter.config) if cache is None else cache
         self._features: list[torch.Tensor] = []
@@ -132,7 +132,7 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         rows = DraftCache.for_config(self.drafter.config)
         rows.load(self.cache)  # the buffers serve the next call
         cache.__dict__[_CONTEXT] = DraftContext(
-            self.drafter, rows, self._features, self._positions, self.device, length, digest
+            self.drafter, rows, self._features, self._positions, (self.device, self.dtype), length, digest
         )
 
     def resume(self, cache: Any, input_ids: torch.Tensor) -> None:
@@ -145,13 +145,13 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         context = cache.__dict__.get(_CONTEXT)
         if context is None or context.drafter() is not self.drafter:
             return
-        if (context.device, context.length) != (self.device, int(cache.get_seq_length())):
+        if (context.place, context.length) != ((self.device, self.dtype), int(cache.get_seq_length())):
             return
         whole_text = input_ids.shape[1] > context.length
         if whole_text and context.digest is not None and context.digest != _digest(input_ids, context.length):
             return
         self.cache.load(context.cache)
-        self._features = [features.to(self.dtype) for features in context.features]
+        self._features = list(context.features)
         self._positions = list(context.positions)
 
     def get_candidates(
@@ -195,7 +195,7 @@ class DraftContext:
         drafter: Whose context it is.
         cache: The rows of what the drafter has seen.
         features, positions: What it has not seen yet: `(1, P, taps * H)` and `(1, P)` of each step.
-        device: The drafter's.
+        place: The drafter's device and dtype.
         length: Rows of the target's cache that it belongs to.
         digest: Hash of their ids, `None` where the ids were not all known.
     """
@@ -206,7 +206,7 @@ class DraftContext:
         cache: DraftCache,
         features: list[torch.Tensor],
         positions: list[torch.Tensor],
-        device: torch.device,
+        place: tuple[torch.device, torch.dtype],
         length: int,
         digest: bytes | None,
     ) -> None:
@@ -214,7 +214,7 @@ class DraftContext:
         self.cache = cache
         self.features = features
         self.positions = positions
-        self.device = device
+        self.place = place
         self.length = length
         self.digest = digest
 

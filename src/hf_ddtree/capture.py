@@ -25,6 +25,7 @@ from .verifier import Constants, Verifier
 
 _MOST_AHEAD = 4096  # tokens for which a call reserves rows at once
 _MOST_ROUNDS = 8  # kinds of calls whose graphs are kept for later ones
+_MOST_STEPS = 16  # of one kind of call
 _NUMBERS = (bool, int, float, str)
 _capturing = threading.Lock()
 
@@ -125,7 +126,7 @@ def find_rounds(
         source.config.tree, source.config.execution, source.nodes, source.max_depth, budget.sizes, do_sample,
         tuple((type(processor), _values(processor)) for processor in processors),
         None if constants.offset is None else constants.offset.shape,
-        tuple((name, types.dtype) for name, types in constants.types.items()),
+        tuple((name, types.dtype) for name, types in constants.types.items()), _numeric_modes(),
     )  # fmt: skip
     for key in [key for key in buffers.rounds if key[1] != where]:
         del buffers.rounds[key]  # its weights or rows have moved
@@ -146,6 +147,8 @@ def find_step(rounds: Rounds, nodes: int, budget: Budget, execution: str) -> Ste
         step = _capture(rounds, nodes, execution)
         if isinstance(step, Step):
             rounds.steps[nodes] = step
+            if len(rounds.steps) > _MOST_STEPS:
+                del rounds.steps[next(iter(rounds.steps))]
             budget.note_captured(nodes, time.perf_counter() - start)
         else:
             rounds.failed[nodes] = step
@@ -203,6 +206,17 @@ def _fingerprint(model: Any) -> int:
             if tensor is not None:
                 seen += (id(tensor), tensor.data_ptr(), tensor.dtype)
     return hash(tuple(seen))
+
+
+def _numeric_modes() -> tuple[Any, ...]:
+    """torch's choices among kernels, which a graph has made for good."""
+    matmul = torch.backends.cuda.matmul
+    return (
+        torch.get_float32_matmul_precision(),
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_fp16_reduced_precision_reduction,
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def _values(processor: Any) -> str:

@@ -136,8 +136,8 @@ class Rounds:
         """Whether the buffers hold another round."""
         tree = self.tree.token_ids.shape[1] + 1
         return (
-            self.cache.length + tree <= self.cache.capacity
-            and self.context.length + self.most + self.block <= self.context.capacity
+            self.cache.length + tree <= self.committed.shape[1]  # not the buffers', which may have grown since
+            and self.context.length + self.most + self.block <= self.context_committed.shape[1]
         )
 
     def fetch(self) -> list[float]:

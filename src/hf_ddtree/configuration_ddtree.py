@@ -55,12 +55,13 @@ class DDTreeConfig:
     record_times: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.budget, (list, tuple)):
+        if isinstance(self.budget, Sequence) and not isinstance(self.budget, str):
             object.__setattr__(self, "budget", tuple(self.budget))
             if not self.budget:
                 raise ValueError("ddtree: `budget` is an empty sequence.")
-        for budget in self.budget if isinstance(self.budget, tuple) else (self.budget,):
-            if budget != "auto" or isinstance(self.budget, tuple):
+        given = self.budget if isinstance(self.budget, tuple) else (self.budget,)
+        if not (isinstance(self.budget, str) and self.budget == "auto"):
+            for budget in given:
                 _check_int("budget", budget, 0, MAX_BUDGET, 'an int, "auto" or a sequence of ints')
         if self.tree not in TREES:
             raise ValueError(f"ddtree: `tree` must be one of {', '.join(TREES)}, got {self.tree!r}.")

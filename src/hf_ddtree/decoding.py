@@ -93,7 +93,9 @@ def ddtree_decoding(
                         buffers, source, verifier, record, logits_processor, do_sample, budget, draft_next, drafted,
                         position, stats, timed,
                     )  # fmt: skip
-                    budget = find_budget(captured=False)  # for what they have left
+                    if config.budget == "auto":  # what they have left takes other times
+                        budget = find_budget(captured=False)
+                    started = clock()
                     draft_next = functools.partial(draft, source, verifier, rope, record, budget, timed)
                 else:
                     stats.path = f"plain: {reason}"
@@ -126,8 +128,7 @@ def ddtree_decoding(
                 stats.add_round(nodes, root, tree, rows, keep_tree=config.record_trees)
                 # Draft the next block, and build the tree from its distributions.
                 if not stop:
-                    if not plain:
-                        budget.observe(nodes, rows, clock() - started, record.length)
+                    budget.observe(nodes, rows, None if plain else clock() - started, record.length)
                     started = clock()
                     drafted = draft_next(position)
 
@@ -215,7 +216,7 @@ def captured_rounds(
             rounds.begin(root, position, record.room, tree, verifier.prompt_mask, verifier.constants)
             budget.ready = rounds.steps.keys()
             root, position, tree = rounds.root, rounds.position, rounds.tree
-        step = find_step(rounds, nodes, budget, source.config.execution)
+        step = find_step(rounds, min(nodes, source.nodes), budget, source.config.execution)
         if not isinstance(step, Step):
             stats.path = step
             if (other := budget.cut(tree)[1]) == nodes:

@@ -145,6 +145,8 @@ def requested_config(asked: Any, served: DDTreeConfig, device_type: str) -> DDTr
         return None
     if replace(config, budget=served.budget) != served:
         raise ValueError(f"ddtree: a request may lower `budget` and change nothing else, got {asked!r}.")
+    if isinstance(config.budget, tuple):
+        raise ValueError(f"ddtree: a request's `budget` is one number, got {asked!r}.")
     most = max(served.sizes(device_type))
     if max(config.sizes(device_type)) > most:
         raise ValueError(f"ddtree: this server's `budget` is {most}, and a request may only lower it, got {asked!r}.")

@@ -127,4 +127,8 @@ def release_buffers(model: Any) -> None:
     """Free the buffers and captured graphs that earlier `ddtree` calls left on `model` for later ones."""
     for module in model.modules():  # what torch.compile or an adapter wraps is one of them
         if module.__dict__.get(_ATTRIBUTE) is not None:
-            state_of(module).buffers = None
+            state = state_of(module)
+            state.buffers = None
+            for experiences in state.experiences.values():
+                for experience in experiences.values():
+                    experience.ruled_out.clear()  # there is room now
