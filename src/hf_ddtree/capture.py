@@ -21,9 +21,9 @@ from .modeling_dflash import DFlashDraftModel
 from .outputs import GenerationRecord
 from .rope import RopeSwitch, rope_parameters
 from .target_state import Buffers
+from .tree_cache import rows_ahead
 from .verifier import Verifier
 
-_MOST_AHEAD = 4096  # tokens for which a call reserves rows at once
 _MOST_ROUNDS = 8  # kinds of calls whose graphs are kept for later ones
 _NUMBERS = (bool, int, float, str)
 _capturing = threading.Lock()
@@ -116,7 +116,7 @@ def find_rounds(
     Args:
         room: Tokens that the call may still commit.
     """
-    rows = min(room, _MOST_AHEAD) + source.nodes + 1
+    rows = rows_ahead(room, source.nodes)
     buffers.cache.reserve(buffers.cache.length + rows)
     buffers.context.reserve(buffers.context.length + rows + 2 * source.block_size)
     layers: list[Any] = [*buffers.cache.layers, *buffers.context.layers]

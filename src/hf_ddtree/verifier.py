@@ -137,9 +137,16 @@ class Verifier:
         self.recomputed = False  # whether the rows of the caller's cache have been replaced
 
     def prefill(
-        self, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+        self,
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        ahead: int = 0,
     ) -> tuple[Any, torch.Tensor]:
         """Run the prompt through the stock path into our cache.
+
+        Args:
+            ahead: Rows that will follow: reserved now, the buffers need not grow with the prompt in them.
 
         Returns:
             The model's output (logits of the last position) and the features `(B, new slots, taps * H)`.
@@ -150,7 +157,7 @@ class Verifier:
         self._check_steps(input_ids, model_kwargs)
         already = self.cache.length
         embeds = model_kwargs.get("inputs_embeds")
-        self.cache.reserve(already + (input_ids if embeds is None else embeds).shape[1])
+        self.cache.reserve(already + (input_ids if embeds is None else embeds).shape[1] + ahead)
         with self._target_call() as chunks:
             outputs = self.model._prefill(
                 input_ids,
@@ -432,6 +439,6 @@ def tree_mask(
             )
             allowed &= node_chunks[:, :, None] == key_chunks[:, None, :]
         else:
-            allowed &= node_slots[:, :, None] - key_slots[:, None, :] < window
+            allowed &= key_slots[:, None, :] > (node_slots - window)[:, :, None]
     mask = torch.zeros(batch, 1, nodes, view, dtype=dtype, device=slots.device)
     return mask.masked_fill_(~allowed[:, None], torch.finfo(dtype).min)
