@@ -20,6 +20,7 @@ from .verifier import input_device
 
 _MOST_CONTEXT = 2048  # tokens that one drafter pass makes context: its own tensors stay small beside the prompt's
 _MOST_PENDING = 512  # tokens that may wait for the next draft to become context
+_MULTIPLIED_BY_SCALING = ("hyperclovax",)
 _CONTEXT = "_hf_ddtree_context"  # on a cache that `generate` returned
 
 
@@ -61,7 +62,8 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         self.drafter = drafter
         self.config = config
         self.max_length = max_length
-        self.device, self.dtype = drafter.device, drafter.dtype
+        target_device = input_device(target.get_input_embeddings(), torch.device("cpu"))
+        self.device, self.dtype = input_device(drafter, target_device), drafter.dtype
         self.layer_ids = tuple(drafter.config.target_layer_ids)
         self.block_size = drafter.config.block_size
         self.max_depth = min(self.block_size - 1, config.max_depth or self.block_size - 1)
@@ -286,8 +288,10 @@ def draft_logits(target: Any, hidden: torch.Tensor) -> torch.Tensor:
     logits: torch.Tensor = head(hidden.to(input_device(head, hidden.device), target.dtype))
     if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
         logits = logits * scale
-    if (scale := getattr(config, "logits_scaling", None)) is not None:  # Granite
-        logits = logits / scale
+    if (scale := getattr(config, "output_multiplier", None)) is not None:  # Muse
+        logits = logits * scale
+    if (scale := getattr(config, "logits_scaling", None)) is not None:  # a divisor in Granite
+        logits = logits * scale if config.model_type in _MULTIPLIED_BY_SCALING else logits / scale
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma 2
         logits = torch.tanh(logits / cap) * cap
     return logits

@@ -85,6 +85,8 @@ def _on_one_gpu(devices: set[torch.device]) -> str | None:
     """What speaks against it, or `None`."""
     if devices == {torch.device("cpu")}:
         return "on a CPU it gains nothing"
+    if torch.device("meta") in devices:
+        return "weights are offloaded"
     if len(devices) > 1:
         return "weights lie on several devices"
     return None if {device.type for device in devices} == {"cuda"} else "only CUDA graphs are captured"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -328,8 +329,11 @@ class Verifier:
 
 
 def input_device(module: Any, given: torch.device) -> torch.device:
-    """Where a module takes its input: an offloaded one's weight is on "meta", and its hook moves what it is given."""
-    device: torch.device = module.weight.device
+    """Where a module takes its input: an offloaded one's weight is on "meta", and its hook moves what it is given.
+
+    A quantized module's weight may go by any name.
+    """
+    device: torch.device = next(itertools.chain(module.parameters(), module.buffers())).device
     return given if device.type == "meta" else device
 
 
