@@ -17,7 +17,7 @@ import matplotlib
 from matplotlib import pyplot
 
 matplotlib.use("svg")
-pyplot.rcParams["svg.hashsalt"] = "hf_ddtree"  # the same file from the same figures
+pyplot.rcParams |= {"svg.hashsalt": "hf_ddtree", "svg.fonttype": "none"}  # the same file from the same figures
 
 
 def draw_round_cost(report: dict[str, Any], file: Path) -> None:
@@ -30,14 +30,13 @@ def draw_round_cost(report: dict[str, Any], file: Path) -> None:
                 worst[row["budget"]] = max(worst.get(row["budget"], 0.0), row["ms"])
         budgets = sorted(worst)
         axes.plot(budgets, [worst[budget] for budget in budgets], marker="o", label=f"a round, context {context:,}")
-    for slots, ms in report["static_ms"].items():
-        axes.axhline(ms, linestyle="--", color="tab:gray", linewidth=1)
-        axes.annotate(f"a token of compiled generate, {int(slots):,} slots", (0, ms), fontsize=8, va="bottom")
-    axes.axhline(report["floor_ms"], linestyle=":", color="black", linewidth=1)
-    axes.annotate("reading the weights once", (0, report["floor_ms"]), fontsize=8, va="bottom")
+    lines = {f"a token of compiled generate, {int(slots):,} slots": ms for slots, ms in report["static_ms"].items()}
+    for (name, ms), color in zip(lines.items(), ("tab:gray", "silver"), strict=False):
+        axes.axhline(ms, linestyle="--", color=color, linewidth=1, label=name)
+    axes.axhline(report["floor_ms"], linestyle=":", color="black", linewidth=1, label="reading the weights once")
     axes.set(xlabel="nodes of the tree", ylabel="ms", ylim=(0, None), xlim=(0, None))
     axes.set_title(f"{report['device']}, {report['shapes']}, {report['dtype'].removeprefix('torch.')}")
-    axes.legend(loc="lower right")
+    axes.legend(loc="lower right", fontsize=8)
     figure.savefig(file, metadata={"Date": None}, bbox_inches="tight")
     pyplot.close(figure)
 

@@ -134,7 +134,8 @@ this page. `tests/test_all_targets.py` fails for a class that is not here.
 
 Kinds, by what config and class say of themselves: *text*, a decoder that takes text; *recurrent*, a decoder with
 layers that keep a state; *encoder*, a model that sees later tokens as it is, or half of an encoder-decoder; *other
-inputs*, a model whose forward takes images or sound as well (only its text is compared).
+inputs*, a model whose forward takes images or sound as well. Only its text is compared here; `tests/test_images.py`
+compares prompts with images for some families.
 
 Of {text} text targets {equal} are equal.
 

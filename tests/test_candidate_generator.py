@@ -16,9 +16,9 @@ from hf_ddtree.candidate_generator import best_candidates, draft_logits, embed_t
 from scripted import VOCAB, prompt_ids, tiny_drafter, tiny_target
 
 
-def a_pair_that_agrees(block_size: int = 8, **sizes: Any) -> tuple[PreTrainedModel, DFlashDraftModel]:
+def a_pair_that_agrees(block_size: int = 8, **overrides: Any) -> tuple[PreTrainedModel, DFlashDraftModel]:
     """A target whose next token depends on little, and a drafter fitted to it: acceptance well above one token."""
-    model = tiny_target("llama", vocab_size=8, initializer_range=0.1, **sizes)
+    model = tiny_target("llama", vocab_size=8, initializer_range=0.1, **overrides)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight *= 0.3
@@ -27,7 +27,7 @@ def a_pair_that_agrees(block_size: int = 8, **sizes: Any) -> tuple[PreTrainedMod
     return model, drafter
 
 
-def fit(drafter: DFlashDraftModel, model: PreTrainedModel, steps: int = 150) -> None:
+def fit(drafter: PreTrainedModel, model: PreTrainedModel, steps: int = 150) -> None:
     """Train on the target's greedy text for a moment."""
     torch.manual_seed(0)
     with torch.no_grad():
@@ -44,7 +44,8 @@ def fit(drafter: DFlashDraftModel, model: PreTrainedModel, steps: int = 150) -> 
         ids = torch.full((len(text), block), drafter.config.mask_token_id)
         ids[:, 0] = text[:, anchor]
         positions = torch.arange(anchor + block).expand(len(text), -1)
-        hidden = drafter(embed_tokens(model, ids), features[:, :anchor], positions).last_hidden_state[:, 1:]
+        rows = {"noise_embeds": embed_tokens(model, ids), "context_hidden_states": features[:, :anchor]}
+        hidden = drafter(**rows, position_ids=positions).last_hidden_state[:, 1:]
         loss = torch.nn.functional.cross_entropy(
             draft_logits(model, hidden).flatten(0, 1), text[:, anchor + 1 : anchor + block].flatten()
         )
@@ -59,7 +60,7 @@ def pair() -> tuple[PreTrainedModel, DFlashDraftModel]:
     return a_pair_that_agrees()
 
 
-class _Rounds:
+class Rounds:
     """Counts, from outside, how many tokens each forward of the target's stock loop committed."""
 
     def __init__(self) -> None:
@@ -92,7 +93,7 @@ def test_stock_assisted_decoding_driven_by_our_generator_is_exact(
     for length in (1, 6, 30):
         ids = prompt_ids(length, vocab=8)
         expected = model.generate(ids, max_new_tokens=50, **options)
-        rounds = _Rounds()
+        rounds = Rounds()
         out = drive_stock(model, drafter, ids, max_new_tokens=50, streamer=rounds, **options)
         assert out.tolist() == expected.tolist()
         assert max(rounds.puts[1:]) > 1, "nothing was accepted"
@@ -127,7 +128,7 @@ def test_native_dflash_accepts_as_much_as_our_chain(pair: tuple[PreTrainedModel,
     lengths: set[int] = set()
     for length, new in ((2, 40), (6, 60), (30, 50)):
         ids = prompt_ids(length, vocab=8, seed=length)
-        rounds = _Rounds()
+        rounds = Rounds()
         native = model.generate(
             ids,
             max_new_tokens=new,

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from hf_ddtree import DFlashConfig, DFlashDraftModel
-from hf_ddtree.configuration_dflash import flatten_config_dict, is_dflash_config_dict
+from hf_ddtree.drafter_formats import flatten_config_dict, is_dflash_config_dict
 
 REQUIRED: dict[str, Any] = {"target_layer_ids": [1, 3, 5], "mask_token_id": 88, "block_size": 4}
 NETWORK: dict[str, Any] = {

@@ -231,6 +231,10 @@ class TestErrors:
                 "taps layer 4, and the target has layers 0 to 3",
             ),
             ({"mask_token_id": 211}, "mask token id 211 lies beyond the 211 rows"),
+            ({"mask_token_id": -1}, "mask token id -1 lies beyond the 211 rows"),
+            ({"target_layer_ids": [-1, 2]}, "taps layer -1, and the target has layers 0 to 3"),
+            ({"target_layer_ids": [0, 1, 2]}, "projects 96 features, and 3 tap layers of width 48 give 144"),
+            ({"block_size": 1}, "block of 1 has the bonus token and nothing to draft"),
         ],
     )
     def test_pairs(self, target: PreTrainedModel, drafter: DFlashDraftModel, change: Any, match: str) -> None:

@@ -578,6 +578,35 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_scaling",
         "rope_theta",
     ),
+    "Qwen3.5-35B-A3B-DFlash": without(
+        zlab_config(
+            **QWEN35,
+            dflash_config={
+                "block_size": 16,
+                "mask_token_id": 248077,
+                "target_layer_ids": [1, 6, 11, 16, 22, 27, 32, 37],
+            },
+            num_hidden_layers=6,
+            num_target_layers=40,
+            layer_types=["sliding_attention"] * 5 + ["full_attention"],
+            max_window_layers=6,
+            sliding_window=4096,
+            use_sliding_window=True,
+        ),
+        "block_size",
+    ),
+    "gemma-4-31B-it-DFlash": zlab_config(
+        dflash_config={"mask_token_id": 4, "target_layer_ids": [1, 12, 23, 35, 46, 57]},
+        bos_token_id=2,
+        eos_token_id=1,
+        final_logit_softcapping=30.0,
+        num_target_layers=60,
+        layer_types=["sliding_attention"] * 4 + ["full_attention"],
+        sliding_window=2048,
+        tie_word_embeddings=True,
+        use_sliding_window=True,
+        vocab_size=262144,
+    ),
     "Llama-3.1-8B-Instruct-DFlash": zlab_config(
         block_size=10,
         bos_token_id=128000,
@@ -660,6 +689,7 @@ def test_a_checkpoint_in_a_published_form_loads_whole_and_without_a_warning(
     nested = config_dict.get("dflash_config", {})
     for key in ("target_layer_ids", "mask_token_id", "block_size"):
         assert getattr(config, key) == nested.get(key, config_dict.get(key))
+    assert config.final_logit_softcapping == config_dict.get("final_logit_softcapping")
     for key in ("num_target_layers", "layer_types", "sliding_window", "rms_norm_eps", "vocab_size", "eos_token_id"):
         assert getattr(config, key) == config_dict[key]
     rope = config_dict.get("rope_parameters") or (config_dict["rope_scaling"] or {"rope_type": "default"})

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, TextIteratorStreamer, pipeline
+from transformers import (
+    MuseGlimmerAssistantConfig,
+    MuseGlimmerAssistantModel,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    TextIteratorStreamer,
+    pipeline,
+)
 
 from hf_ddtree import DFlashDraftModel
 from scripted import tiny_drafter, tiny_target
@@ -29,6 +36,21 @@ def test_an_instance_and_a_path(
                 expected = plain(prompt, **options)
                 torch.manual_seed(1)
                 assert pipe(prompt, ddtree=True, **options) == expected
+
+
+def test_the_path_of_transformers_own_assistant(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    config = MuseGlimmerAssistantConfig(
+        hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=12, target_layer_ids=[0, 2], mask_token_id=3, block_size=8,
+    )  # fmt: skip
+    MuseGlimmerAssistantModel(config).save_pretrained(tmp_path)
+    pipe = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=str(tmp_path))
+    assert type(pipe.assistant_model) is MuseGlimmerAssistantModel
+    plain = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    assert pipe("w1 w2", ddtree=True, **options) == plain("w1 w2", **options)
 
 
 def test_ddtree_at_construction(

@@ -355,7 +355,7 @@ def test_a_drafter_of_another_model_is_refused_at_the_start(paths: tuple[str, st
 def test_a_server_that_compiles(paths: tuple[str, str], plain: Running, strong: None) -> None:
     """Requests with and without trees share a model; compiled on a CPU, which transformers does when told to."""
     expected = plain.ask()
-    with running(DDTreeServe(*paths, DDTreeConfig(), compile=True, **OPTIONS), paths[0]) as started:
+    with running(DDTreeServe(*paths, DDTreeConfig(budget=15), compile=True, **OPTIONS), paths[0]) as started:
         compile_config = CompileConfig(backend="eager", fullgraph=False)
         compile_config._compile_all_devices = True
         started.model.generation_config.compile_config = compile_config

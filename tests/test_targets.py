@@ -11,7 +11,7 @@ import transformers
 from transformers import BertConfig, BertLMHeadModel, GPTNeoConfig, GPTNeoForCausalLM, PreTrainedModel
 
 from all_targets import config_classes, tiny_config, tiny_model
-from hf_ddtree import compiled
+from hf_ddtree import capture
 from hf_ddtree.compat import CACHE_KEY
 from scripted import SIZES, prompt_ids, scripted, tiny_drafter
 
@@ -73,7 +73,7 @@ def test_rows_that_are_counted_in_place_of_positions(period: int) -> None:
     out = decode_with_trees(model, prompt_ids(30), expected.sequences, output_logits=True)
     assert out.sequences.tolist() == expected.sequences.tolist()
     torch.testing.assert_close(torch.cat(out.logits), torch.cat(expected.logits), atol=1e-3, rtol=0)
-    assert (out.ddtree_stats.mean_acceptance_length > 1.3) == (period > 15)  # no more rows than a tree has: no trees
+    assert out.ddtree_stats.mean_acceptance_length > 1.3
 
 
 @pytest.mark.usefixtures("stepped")
@@ -95,7 +95,7 @@ def test_rows_that_are_counted_in_place_of_positions(period: int) -> None:
 def test_a_step_takes_no_target_whose_attention_it_does_not_run(
     family: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "_release", lambda device: None)
+    monkeypatch.setattr(capture, "_release", lambda device: None)
     model = model_of(family)
     options = {"no_repeat_ngram_size": None, "suppress_tokens": None}  # else single tokens have to be looked at
     expected = decode(model, prompt_ids(21), **options).sequences

@@ -120,9 +120,10 @@ class Experience:
     def least_costs(self, magnitude: int, sizes: Sequence[int]) -> dict[int, float]:
         """Seconds that a round of each size takes at least, as far as is known: they grow with size and with text."""
         known = {size: cost for size in sizes if (cost := self.cost(magnitude, size)) is not None}
+        shorter_texts = [m for m in list(self.seconds) if m < magnitude]  # calls beside this one add to them
         costs = {}
         for size in sizes:
-            shorter = [cost for m in self.seconds if m < magnitude and (cost := self.cost(m, size)) is not None]
+            shorter = [cost for m in shorter_texts if (cost := self.cost(m, size)) is not None]
             smaller = [cost for s, cost in known.items() if 0 < s < size]
             larger = [s for s in known if s > size]
             costs[size] = max(shorter + smaller, default=0.0)
@@ -226,7 +227,7 @@ class LearnedBudget(Budget):
         if size in known.ruled_out:
             return False
         # To capture one again, as when buffers have grown, is quick: it is compiled.
-        tried = any(size in of_size for of_size in known.seconds.values())
+        tried = any(size in of_size for of_size in list(known.seconds.values()))
         return tried or known.capturing <= CAPTURE_SHARE * known.decoding
 
     def _add(self, size: int, seconds: float, magnitude: int) -> None:

@@ -93,7 +93,7 @@ class DDTreeCandidateGenerator(CandidateGenerator):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `DraftSource`."""
         hidden = self._draft(root, position)[:, 1 : depth + 1]
-        token_ids, log_probs = best_candidates(draft_logits(self.target, hidden), candidates)
+        token_ids, log_probs = best_candidates(draft_logits(self.target, hidden, self.drafter), candidates)
         return token_ids.to(root.device), log_probs.to(root.device)
 
     def draft_tree(self, root: torch.Tensor, position: torch.Tensor, depth: int) -> DraftTree:
@@ -120,7 +120,7 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         block = root.new_full((root.shape[0], self.block_size), self.drafter.config.mask_token_id)
         block[:, :1] = root
         block_positions = position.to(self.device) + torch.arange(self.block_size, device=self.device)
-        noise_embeds = embed_tokens(self.target, block).to(self.device, self.dtype)
+        noise_embeds = embed_tokens(self.target, block, self.drafter).to(self.device, self.dtype)
         with _evaluating(self.drafter):
             for rows, places in zip(
                 features.split(_MOST_CONTEXT, dim=1), positions.split(_MOST_CONTEXT, dim=1), strict=True
@@ -259,14 +259,19 @@ def _evaluating(drafter: Any) -> Iterator[None]:
             module.training = True
 
 
-def embed_tokens(target: Any, token_ids: torch.Tensor) -> torch.Tensor:
-    """The target's input embedding `(B, L, H)`, without the norm that some embeddings carry (as DFlash is trained)."""
+def embed_tokens(target: Any, token_ids: torch.Tensor, drafter: Any = None) -> torch.Tensor:
+    """The target's input embedding `(B, L, H)`, without the norm that some embeddings carry (as DFlash is trained).
+
+    A drafter may state the factor of the embedding's rows; else it is the target's own.
+    """
     embedding = target.get_input_embeddings()
     token_ids = token_ids.to(input_device(embedding, token_ids.device))
-    if getattr(embedding, "embed_norm", None) is None:
+    scale = getattr(getattr(drafter, "config", None), "input_embedding_scale", None)
+    if scale is None and getattr(embedding, "embed_norm", None) is None:
         embeds: torch.Tensor = embedding(token_ids)
         return embeds
-    return torch.nn.functional.embedding(token_ids, embedding.weight)
+    rows = torch.nn.functional.embedding(token_ids, embedding.weight)
+    return rows if scale is None else rows * scale
 
 
 def best_candidates(logits: torch.Tensor, candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -281,17 +286,27 @@ def best_candidates(logits: torch.Tensor, candidates: int) -> tuple[torch.Tensor
     return token_ids, best - logits.logsumexp(-1, keepdim=True)
 
 
-def draft_logits(target: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """The target's own logits `(B, L, V)` of final states `(B, L, H)`: its head, then its scale or soft cap."""
+def draft_logits(target: Any, hidden: torch.Tensor, drafter: Any = None) -> torch.Tensor:
+    """Logits `(B, L, V)` of final states `(B, L, H)`: the target's head, then its scale or soft cap.
+
+    A drafter may state scale and cap itself, and the tokens that it drafts at all.
+    """
     head = target.get_output_embeddings()
-    config = target.config.get_text_config(decoder=True)
     logits: torch.Tensor = head(hidden.to(input_device(head, hidden.device), target.dtype))
-    if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
-        logits = logits * scale
-    if (scale := getattr(config, "output_multiplier", None)) is not None:  # Muse
-        logits = logits * scale
-    if (scale := getattr(config, "logits_scaling", None)) is not None:  # a divisor in Granite
-        logits = logits * scale if config.model_type in _MULTIPLIED_BY_SCALING else logits / scale
-    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma 2
+    own = getattr(drafter, "config", None)
+    multiplier, cap = getattr(own, "output_multiplier", None), getattr(own, "final_logit_softcapping", None)
+    if multiplier is None and cap is None:
+        config = target.config.get_text_config(decoder=True)
+        multiplier = getattr(config, "logit_scale", None)  # Cohere
+        if multiplier is None:
+            multiplier = getattr(config, "output_multiplier", None)  # Muse Glimmer
+        if (scaling := getattr(config, "logits_scaling", None)) is not None:  # a factor for some, Granite divides
+            logits = logits * scaling if config.model_type in _MULTIPLIED_BY_SCALING else logits / scaling
+        cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+    if multiplier is not None:
+        logits = logits * multiplier
+    if cap is not None:
         logits = torch.tanh(logits / cap) * cap
+    if (drafted := getattr(drafter, "t2d", None)) is not None:
+        logits = logits.masked_fill(~drafted.to(logits.device), float("-inf"))
     return logits

@@ -22,7 +22,7 @@ from .outputs import GenerationRecord
 from .rope import RopeSwitch, rope_parameters
 from .target_state import Buffers
 from .tree_cache import rows_ahead
-from .verifier import Verifier
+from .verifier import Constants, Verifier
 
 _MOST_ROUNDS = 8  # kinds of calls whose graphs are kept for later ones
 _NUMBERS = (bool, int, float, str)
@@ -37,7 +37,6 @@ def why_not_captured(
     record: GenerationRecord,
     processors: LogitsProcessorList,
     do_sample: bool,
-    position: torch.Tensor,
     synced_gpus: bool,
 ) -> str | None:
     """Why a call's rounds cannot be steps, or `None`. What has to look at every module comes last."""
@@ -58,8 +57,6 @@ def why_not_captured(
         return "the prompt is on another device"
     if synced_gpus:
         return "ranks wait for each other"
-    if position.dim() > 2:
-        return "positions have several axes"
     if rope.at is not None:
         return "rotary frequencies switch"
     if _has_dynamic_rope(target) or _has_dynamic_rope(drafter):
@@ -72,7 +69,7 @@ def why_not_captured(
         return "steps have to be plain ones"
     if why := verifier.why_not_captured():
         return why
-    if verifier.step_kwargs or verifier.step_types:
+    if verifier.step_kwargs:
         return "the caller gives each step arguments of their own"
     if any(map(_hooked, target.modules())) or any(map(_hooked, drafter.modules())):
         return "a module has hooks"
@@ -112,11 +109,13 @@ def find_rounds(
     do_sample: bool,
     budget: Budget,
     room: int,
+    constants: Constants,
 ) -> Rounds:
     """The rounds for a call, with the graphs that earlier calls left for it.
 
     Args:
         room: Tokens that the call may still commit.
+        constants: Of the call's steps.
     """
     rows = rows_ahead(room, source.nodes)
     buffers.cache.reserve(buffers.cache.length + rows)
@@ -127,13 +126,15 @@ def find_rounds(
     what = (
         source.config.tree, source.config.execution, source.nodes, source.max_depth, budget.sizes, do_sample,
         tuple((type(processor), _values(processor)) for processor in processors),
+        None if constants.offset is None else constants.offset.shape,
+        tuple((name, types.dtype) for name, types in constants.types.items()),
     )  # fmt: skip
     for key in [key for key in buffers.rounds if key[1] != where]:
         del buffers.rounds[key]  # its weights or rows have moved
     rounds: Rounds | None = buffers.rounds.pop((what, where), None)
     if rounds is None:
         with torch.inference_mode(False), _on(source.device):  # ordinary tensors, for calls outside of it too
-            rounds = Rounds(source, buffers.cache, processors, do_sample, budget.sizes)
+            rounds = Rounds(source, buffers.cache, processors, do_sample, budget.sizes, constants)
     buffers.rounds[what, where] = rounds  # the last used is the last
     while len(buffers.rounds) > _MOST_ROUNDS:
         del buffers.rounds[next(iter(buffers.rounds))]

@@ -21,6 +21,9 @@ CACHE_KEY = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__
 #: The names of layers whose keys an indexer chooses; the second is an older one.
 INDEXED_KINDS = ("indexed_attention", "deepseek_sparse_attention")
 
+#: What older versions pass on to each step, though only a prompt's positions are made from it.
+IMAGE_MEASURES = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+
 
 def warn_if_untested() -> None:
     """Warn once when the installed transformers is outside the tested range."""

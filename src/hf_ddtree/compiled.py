@@ -21,7 +21,7 @@ from .draft_tree import DraftTree, TreeKind, ancestor_matrix, build_tree, node_d
 from .logits_process import Noise, choose, follow
 from .shadow import Rows, compile_layers, each_attends_once, give_rows, shadow
 from .tree_cache import TreeCache
-from .verifier import FeatureTaps, decoder_layers, layer_kinds
+from .verifier import Constants, FeatureTaps, decoder_layers, layer_kinds
 
 
 class Outcome(NamedTuple):
@@ -43,6 +43,7 @@ class Rounds:
         processors: Row-wise ones.
         do_sample: Sample, or take the best.
         sizes: Numbers of nodes of which the next trees' expected tokens are wanted.
+        constants: A call's; those of the calls that follow have the same shapes.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Rounds:
         processors: LogitsProcessorList,
         do_sample: bool,
         sizes: Sequence[int],
+        constants: Constants,
     ) -> None:
         # Not the models themselves, which keep this.
         self.target, self.drafter, self.layer_ids = shadow(source.target), shadow(source.drafter), source.layer_ids
@@ -75,6 +77,7 @@ class Rounds:
             self.zeros(*shape) for shape in ((1, 1), (1, 1), (1,), (1,))
         )
         self.last_position = self.zeros(1, 1)
+        self.constants = constants.clone()
         self.committed = torch.ones(1, cache.capacity, dtype=torch.bool, device=self.device)
         self.context_committed = torch.ones(1, self.context.capacity, dtype=torch.bool, device=self.device)
         # float64 holds ids exactly, so that all comes in one piece.
@@ -91,6 +94,7 @@ class Rounds:
         room: int,
         tree: DraftTree,
         prompt_mask: torch.Tensor | None,
+        constants: Constants,
     ) -> None:
         """Take over from the loop before its first round.
 
@@ -99,6 +103,7 @@ class Rounds:
             room: Tokens that may still be committed: no node is placed where none of them can be.
             tree: The first round's.
             prompt_mask: `(1, slots)` bool, False for padding.
+            constants: The call's.
         """
         self.root.copy_(root)
         self.position.copy_(position)
@@ -110,6 +115,7 @@ class Rounds:
         self.committed.fill_(True)
         if prompt_mask is not None:
             self.committed[:, : prompt_mask.shape[1]] = prompt_mask
+        self.constants.copy_(constants)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -263,7 +269,7 @@ class Step:
         # Draft the next block, and build the tree from its distributions.
         if self.drafts:
             hidden = self._draft(path, count, rounds.position + steps)
-            candidates = best_candidates(draft_logits(self.target, hidden), rounds.candidates)
+            candidates = best_candidates(draft_logits(self.target, hidden, self.drafter), rounds.candidates)
             for own, new in zip(rounds.tree, rounds.build_tree(*candidates, rounds.nodes), strict=True):
                 own.copy_(new)
             rounds.context_length.add_(count)
@@ -282,10 +288,11 @@ class Step:
         with self.taps.recording() as chunks, each_attends_once(decoder_layers(self.target)):
             output = self.target(
                 input_ids=token_ids,
-                position_ids=positions,
+                position_ids=self.rounds.constants.place(positions),
                 attention_mask=dict.fromkeys(kinds, unused) if len(kinds) > 1 else unused,
                 use_cache=False,
                 return_dict=True,
+                **self.rounds.constants.of_rows(token_ids.shape[1]),
             )
         return output.logits, torch.cat([parts[0] for parts in chunks.values()], dim=-1)
 
@@ -301,8 +308,9 @@ class Step:
         self.block_depths.copy_(count[:, None] + places)
         self.column_depths.copy_(torch.cat([steps, self.block_depths], dim=1))
         masks = torch.full_like(places[:, 1:], self.drafter.config.mask_token_id)
+        block = torch.cat([rounds.root, masks], dim=1)
         output = self.drafter(
-            noise_embeds=embed_tokens(self.target, torch.cat([rounds.root, masks], dim=1)).to(rounds.dtype),
+            noise_embeds=embed_tokens(self.target, block, self.drafter).to(rounds.dtype),
             context_hidden_states=features.to(rounds.dtype),
             position_ids=torch.cat([positions, rounds.position + self.block_depths], dim=1),
             attention_mask=torch.zeros(1, 1, 1, 1, dtype=rounds.dtype, device=self.device),

@@ -1,21 +1,17 @@
-"""The config of a DFlash drafter, read from both published forms."""
+"""The config of a DFlash drafter, read from all published forms."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
-from transformers.utils import logging
 
-logger = logging.get_logger(__name__)
+from .drafter_formats import MODEL_TYPE, REQUIRED, flatten_config_dict
 
-REQUIRED = ("target_layer_ids", "mask_token_id", "block_size")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-
-# Entries of z-lab's `dflash_config`, and their names at the top level.
-_NESTED = {name: name for name in (*REQUIRED, "num_target_layers", "causal")} | {"swa_window_size": "sliding_window"}
 
 
 @strict
@@ -35,13 +31,19 @@ class DFlashConfig(Qwen3Config):
         causal (`bool`, *optional*):
             Whether a block's rows see only the rows before them. By default sliding layers are causal and full ones
             are not, as published drafters are served.
+        input_embedding_scale (`float`, *optional*):
+            Factor of the rows of the target's embedding. By default they are what the target's embedding gives.
+        output_multiplier, final_logit_softcapping (`float`, *optional*):
+            Factor of the draft's logits, then their soft cap. By default those of the target.
+        draft_vocab_size (`int`, *optional*):
+            Tokens that the drafter was trained to draft, if not all; which ones is in its weights (`t2d`).
 
-    The other fields are those of [`Qwen3Config`]. Reads the published forms: flat keys, or z-lab's nested
-    `dflash_config` under `model_type="qwen3"`. A config without one of the three required values cannot make a model:
-    none of them is guessed.
+    The other fields are those of [`Qwen3Config`]. Reads the published forms: flat keys, z-lab's nested `dflash_config`
+    under `model_type="qwen3"`, and those of vLLM's `speculators`. A config without one of the three required values
+    cannot make a model: none of them is guessed.
     """
 
-    model_type = "dflash_draft"
+    model_type = MODEL_TYPE
     base_model_tp_plan = None
     base_model_pp_plan = None
 
@@ -50,6 +52,10 @@ class DFlashConfig(Qwen3Config):
     block_size: int | None = None
     num_target_layers: int | None = None
     causal: bool | None = None
+    input_embedding_scale: float | int | None = None
+    output_multiplier: float | int | None = None
+    final_logit_softcapping: float | int | None = None
+    draft_vocab_size: int | None = None
     sliding_window: int | None = None  # Qwen3's default is a number, and a window must not be guessed
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -159,39 +165,15 @@ class DFlashConfig(Qwen3Config):
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"`mask_token_id` {self.mask_token_id} lies outside `vocab_size` {self.vocab_size}.")
-
-
-def is_dflash_config_dict(config_dict: dict[str, Any]) -> bool:
-    """Whether a config.json describes a DFlash drafter, in any published form."""
-    return (
-        config_dict.get("model_type") == DFlashConfig.model_type
-        or "dflash_config" in config_dict
-        or "DFlashDraftModel" in (config_dict.get("architectures") or ())
-    )
-
-
-def flatten_config_dict(config_dict: dict[str, Any]) -> dict[str, Any]:
-    """z-lab's nested form as the flat one; a flat form is returned as it is.
-
-    Raises:
-        ValueError: One value stands in both places and differs.
-    """
-    if not is_dflash_config_dict(config_dict):
-        return config_dict
-    flat = dict(config_dict)
-    nested = flat.pop("dflash_config", None) or {}
-    flat.pop("auto_map", None)
-    flat["model_type"] = DFlashConfig.model_type
-    if (causal := flat.pop("is_causal", None)) is not None:
-        flat["causal"] = causal
-    for entry, name in _NESTED.items():
-        if entry not in nested:
-            continue
-        if flat.get(name) is not None and flat[name] != nested[entry]:
+        if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(f"`draft_vocab_size` {self.draft_vocab_size} exceeds `vocab_size` {self.vocab_size}.")
+        for name in ("input_embedding_scale", "output_multiplier", "final_logit_softcapping"):
+            if (scale := getattr(self, name)) is not None and not 0 < scale < math.inf:
+                raise ValueError(f"`{name}` must be a positive number, got {scale}.")
+        if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"`{name}` is {flat[name]} at the top of the config and {nested[entry]} in `dflash_config`."
+                f"`num_attention_heads` {self.num_attention_heads} is no multiple of `num_key_value_heads` "
+                f"{self.num_key_value_heads}."
             )
-        flat[name] = nested[entry]
-    if unknown := sorted(set(nested) - set(_NESTED)):
-        logger.warning(f"Unknown entries of the drafter's `dflash_config` are not used: {unknown}")
-    return flat
+        if self.rope_parameters is None or "rope_type" not in self.rope_parameters:
+            raise ValueError(f"`rope_parameters` must be one rope for all layers, got {self.rope_parameters}.")

@@ -12,6 +12,7 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
+from .acceptance_watch import watch_acceptance
 from .budget import Budget, clock, make_budget
 from .candidate_generator import DDTreeCandidateGenerator
 from .capture import find_rounds, find_step, why_not_captured
@@ -69,20 +70,19 @@ def ddtree_decoding(
             with timed("prefill"):
                 ahead = rows_ahead(record.room, source.nodes)
                 outputs, features = verifier.prefill(input_ids, generation_config, model_kwargs, ahead)
-                positions = model_kwargs["position_ids"][..., -features.shape[1] :].to(verifier.device)
                 if users_cache is not None and not verifier.recomputed:
                     source.resume(users_cache, input_ids)
-                append_prompt(source, features, positions, verifier.prompt_mask)
+                append_prompt(source, features, verifier.prompt_positions, verifier.prompt_mask)
                 source.reserve(ahead)
             columns = plain_columns(verifier, users_cache)
             _, stop = commit_next(outputs.logits[:, -1], record, logits_processor, do_sample)
             record.add_states(outputs, [0], 0, columns, whole=True)
-            rope.crossed(record.length - 1, positions[..., -1:])
-            position = positions[..., -1:] + 1  # the bonus token's, root of the first tree
+            rope.crossed(record.length - 1, verifier.constants.place(verifier.prompt_positions[:, -1:]))
+            position = verifier.prompt_positions[:, -1:] + 1  # the bonus token's, root of the first tree
             del outputs, features
             if not stop:
                 reason = why_not_captured(
-                    buffers, source, verifier, rope, record, logits_processor, do_sample, position, synced_gpus
+                    buffers, source, verifier, rope, record, logits_processor, do_sample, synced_gpus
                 )
                 find_budget = functools.partial(
                     make_budget, source, state_of(model).experiences, do_sample=do_sample, length=record.length
@@ -124,7 +124,7 @@ def ddtree_decoding(
                     cache.keep(rows, path.to(verifier.device))
                     steps = torch.arange(len(rows), device=position.device)
                     features = verified.features[:, path[0].to(verified.features.device)]
-                    source.append(features, (position + steps).view(-1, len(rows))[:1])
+                    source.append(features, position + steps)
                 position = position + len(rows)
                 stats.add_round(nodes, root, tree, rows, keep_tree=config.record_trees)
                 # Draft the next block, and build the tree from its distributions.
@@ -140,6 +140,7 @@ def ddtree_decoding(
             cache.export(users_cache)
             source.leave(users_cache, record.input_ids)
 
+    watch_acceptance(model, assistant_model, stats)
     sequences = record.input_ids.clone()
     if not record.return_dict:
         return sequences
@@ -175,11 +176,12 @@ def draft(
 ) -> Drafted:
     """The tree behind the bonus token, whose position is given."""
     with timed("draft"):
-        plain = rope.crossed(record.length, position) or verifier.drops_cache or verifier.plain_only
-        depth = min(record.room - 1, rope.room(record.length, position), verifier.room(source.nodes))
+        placed = verifier.constants.place(position)
+        plain = rope.crossed(record.length, placed) or verifier.drops_cache or verifier.plain_only
+        depth = min(record.room - 1, rope.room(record.length, placed), verifier.most_nodes)
         depth = 0 if plain or not budget.drafts else depth
         root = record.last_token.to(verifier.device)
-        tree = source.draft_tree(root, position.view(-1, 1)[:1], depth)
+        tree = source.draft_tree(root, position, depth).first(verifier.most_nodes)
         return Drafted(*(budget.cut(tree) if depth > 0 else (tree, 0)), plain)
 
 
@@ -212,8 +214,8 @@ def captured_rounds(
             if rounds is not None:  # outgrown: nothing may hold its graphs while the next are captured
                 root, position, tree = root.clone(), position.clone(), DraftTree(*map(torch.clone, tree))
                 rounds = step = None
-            rounds = find_rounds(buffers, source, processors, do_sample, budget, record.room)
-            rounds.begin(root, position, record.room, tree, verifier.prompt_mask)
+            rounds = find_rounds(buffers, source, processors, do_sample, budget, record.room, verifier.constants)
+            rounds.begin(root, position, record.room, tree, verifier.prompt_mask, verifier.constants)
             budget.ready = rounds.steps.keys()
             root, position, tree = rounds.root, rounds.position, rounds.tree
         step = find_step(rounds, nodes, budget, source.config.execution)
@@ -245,7 +247,7 @@ def captured_rounds(
         else:  # drafting pauses, or begins again
             fresh, nodes, _ = draft_next(position)
             if nodes:
-                rounds.begin(root, position, record.room, fresh, verifier.prompt_mask)
+                rounds.begin(root, position, record.room, fresh, verifier.prompt_mask, verifier.constants)
     return Drafted(tree.first(nodes), nodes, plain=False), position, stop
 
 
@@ -259,7 +261,6 @@ def append_prompt(
     source: DDTreeCandidateGenerator, features: torch.Tensor, positions: torch.Tensor, prompt_mask: torch.Tensor | None
 ) -> None:
     """Make the prompt the drafter's context, without its padding."""
-    positions = positions if positions.dim() == 2 else positions[0]
     if prompt_mask is not None:
         kept = prompt_mask[0, -features.shape[1] :]
         features, positions = features[:, kept], positions[:, kept]

@@ -19,14 +19,16 @@ from transformers.pipelines import base as pipelines_base
 
 from .compat import CACHE_KEY, warn_if_untested
 from .configuration_ddtree import DDTreeConfig
-from .configuration_dflash import DFlashConfig, is_dflash_config_dict
+from .configuration_dflash import DFlashConfig
 from .decoding import ddtree_decoding
-from .modeling_dflash import DFlashDraftModel
+from .drafter_formats import is_dflash_config_dict, is_native_config_dict
+from .modeling_dflash import DFlashDraftModel, load_drafter
 from .outputs import longest
 from .validation import (
     check_assistant,
     check_batch,
     check_cache,
+    check_cross_attention,
     check_custom_generate,
     check_drafter_has_use,
     check_not_paged,
@@ -247,6 +249,7 @@ def _assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
         room = longest(generation_config, stopping_criteria) - input_ids.shape[1]
         check_prompt(kwargs["position_ids"])
         check_cache(kwargs.get(CACHE_KEY))
+        check_cross_attention(self, kwargs)
         check_rope(self, int(kwargs["position_ids"].max()) + 1 + room)
         for name in ("inputs_tensor", "assistant_tokenizer", "tokenizer"):
             kwargs.pop(name, None)
@@ -272,8 +275,8 @@ def _load_assistant_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_assistant_model(model: Any, assistant_model: Any, assistant_tokenizer: Any) -> tuple[Any, Any]:
         if isinstance(assistant_model, str):
             config_dict, _ = PreTrainedConfig.get_config_dict(assistant_model)
-            if is_dflash_config_dict(config_dict):
-                assistant_model = DFlashDraftModel.from_pretrained(assistant_model)
+            if is_dflash_config_dict(config_dict) or is_native_config_dict(config_dict):
+                assistant_model = load_drafter(assistant_model)
                 device = input_device(model.get_input_embeddings(), assistant_model.device)
                 assistant_model = assistant_model.to(device=device, dtype=model.dtype)
         if is_dflash_drafter(assistant_model):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, PreTrainedConfig
+from transformers import AutoModel, Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DFlashCache
 from transformers.masking_utils import (
     create_bidirectional_mask,
@@ -18,7 +20,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
     Qwen3RMSNorm,
@@ -28,7 +30,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from .compat import CACHE_KEY
-from .configuration_dflash import DFlashConfig, is_dflash_config_dict
+from .configuration_dflash import DFlashConfig
+from .drafter_formats import COPIES_OF_TARGET, drafter_format, is_native_config_dict, other_kind
 
 _MASKS: dict[tuple[str, bool], Callable[..., Any]] = {
     ("full_attention", False): create_bidirectional_mask,
@@ -36,6 +39,9 @@ _MASKS: dict[tuple[str, bool], Callable[..., Any]] = {
     ("sliding_attention", False): create_bidirectional_sliding_window_mask,
     ("sliding_attention", True): create_sliding_window_causal_mask,
 }
+
+# Tensors of a checkpoint that are no part of the model being loaded.
+_left_out: ContextVar[tuple[str, ...]] = ContextVar("hf_ddtree_left_out", default=())
 
 
 class DFlashAttention(nn.Module):
@@ -142,7 +148,8 @@ class DFlashPreTrainedModel(PreTrainedModel):
 class DFlashDraftModel(DFlashPreTrainedModel):
     """
     The drafter of DFlash: one pass over a block gives a hidden state for each of its positions. It has neither
-    embedding nor output head; both are the target's.
+    embedding nor output head; both are the target's. `t2d`, where there is one, says which of the target's tokens it
+    drafts.
 
     `from_pretrained` reads the published checkpoints (safetensors only, no remote code) and fails on missing,
     unexpected or misshapen weights.
@@ -157,7 +164,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        reduced = config.draft_vocab_size is not None
+        self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool) if reduced else None)
         self.gradient_checkpointing = False
+        self._keys_to_ignore_on_load_unexpected = set(_left_out.get()) - ({"t2d"} if reduced else set())
         self.post_init()
 
     @classmethod
@@ -169,19 +179,23 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             OSError: The checkpoint has no safetensors file.
         """
         config_dict, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **kwargs)
-        if not is_dflash_config_dict(config_dict):
+        form = drafter_format(config_dict)
+        if form is None:
+            kind = other_kind(config_dict)
             raise ValueError(
                 f"{pretrained_model_name_or_path} is no DFlash drafter: its model_type is "
-                f"{config_dict.get('model_type')!r}, and nothing in its config.json speaks of DFlash."
+                f"{config_dict.get('model_type')!r}, and "
+                f"{f'it is {kind}' if kind else 'nothing in its config.json speaks of DFlash'}."
             )
         return_info = kwargs.pop("output_loading_info", False)
         if kwargs.pop("use_safetensors", True) is False:
             raise ValueError("DFlashDraftModel loads safetensors only; convert the checkpoint.")
         kwargs.pop("trust_remote_code", None)
         kwargs["ignore_mismatched_sizes"] = True  # so that they are listed with the other faults below
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *args, use_safetensors=True, output_loading_info=True, **kwargs
-        )
+        with _leaving_out((*COPIES_OF_TARGET, "t2d") if form == "speculators" else ()):
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *args, use_safetensors=True, output_loading_info=True, **kwargs
+            )
         faults = {
             kind: sorted(map(str, info.get(f"{kind}_keys") or ())) for kind in ("missing", "unexpected", "mismatched")
         }
@@ -190,6 +204,11 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             raise ValueError(
                 f"The weights of {pretrained_model_name_or_path} do not fit its config. {listing}. A drafter with "
                 "other weights than its config says drafts badly without any other sign, so it is not loaded."
+            )
+        if model.t2d is not None and (drafted := int(model.t2d.sum())) != model.config.draft_vocab_size:
+            raise ValueError(
+                f"`t2d` of {pretrained_model_name_or_path} names {drafted} tokens, and `draft_vocab_size` is "
+                f"{model.config.draft_vocab_size}."
             )
         return (model, info) if return_info else model
 
@@ -259,3 +278,24 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         }
         layers = {kind: self.config.layer_is_causal(i) for i, kind in enumerate(self.config.layer_types)}
         return {kind: _MASKS[kind, causal](**arguments) for kind, causal in layers.items()}
+
+
+def load_drafter(name: str, **kwargs: Any) -> Any:
+    """A drafter from a directory or hub id: ours, or one of transformers' own DFlash assistants.
+
+    Args:
+        name: Directory or hub id.
+        kwargs: As [`PreTrainedModel.from_pretrained`].
+    """
+    config_dict, _ = PreTrainedConfig.get_config_dict(name)
+    loader = AutoModel if is_native_config_dict(config_dict) else DFlashDraftModel
+    return loader.from_pretrained(name, **kwargs)
+
+
+@contextmanager
+def _leaving_out(names: tuple[str, ...]) -> Iterator[None]:
+    token = _left_out.set(names)
+    try:
+        yield
+    finally:
+        _left_out.reset(token)

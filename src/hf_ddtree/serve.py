@@ -13,7 +13,7 @@ from transformers.cli.serve import Serve
 from transformers.cli.serving.utils import split_model_id
 
 from .configuration_ddtree import DDTreeConfig
-from .modeling_dflash import DFlashDraftModel
+from .modeling_dflash import load_drafter
 from .validation import check_not_paged, check_options, check_pair, check_target
 
 
@@ -52,7 +52,7 @@ class DDTreeServe(Serve):
                 "the --cb-* options out, or run `transformers serve` to have it without trees."
             )
         self._config = config
-        self._drafter = DFlashDraftModel.from_pretrained(assistant_model, dtype="auto")
+        self._drafter = load_drafter(assistant_model, dtype="auto")
         self._blocks = not non_blocking
         # `Serve` calls `start_server`, between loading the model and serving it, only if it is not to block itself.
         super().__init__(force_model=model, non_blocking=True, **options)

@@ -63,6 +63,7 @@ class TargetState:
         self.busy = False
         self.buffers: Buffers | None = None
         self.experiences: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()  # by drafter
+        self.acceptances: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by drafter
         self.uncompiled = 0  # calls that need the uncompiled forward now
         self.compiled: Any = None  # what they put aside
 

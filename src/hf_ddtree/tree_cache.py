@@ -245,6 +245,11 @@ class TreeCache(Cache):
         """Committed rows."""
         return max((layer.rows for layer in self.layers), default=0)
 
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there are rows: some models tell a prompt by this, and other calls leave buffers behind."""
+        return self.length > 0 and bool(super().is_initialized)
+
     def reserve(self, rows: int) -> None:
         """Make room for `rows` rows, keeping what is committed."""
         if rows > self.capacity:

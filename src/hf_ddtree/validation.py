@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from .compat import CACHE_KEY, INDEXED_KINDS
-from .configuration_dflash import REQUIRED
+from .drafter_formats import REQUIRED
 from .rope import rope_parameters
 from .verifier import decoder_layers, find_decoder
 
@@ -123,6 +123,18 @@ def check_cache(cache: Any) -> None:
         )
 
 
+def check_cross_attention(model: Any, model_kwargs: dict[str, Any]) -> None:
+    """Raise where a target would look across at an image, now or from the caller's cache."""
+    layers = getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
+    cache = model_kwargs.get(CACHE_KEY)
+    given = any(model_kwargs.get(name) is not None for name in ("pixel_values", "cross_attention_states"))
+    if layers and (given or (cache is not None and any(int(cache.get_seq_length(i)) > 0 for i in layers))):
+        raise ValueError(
+            f"{type(model).__name__} sees images by cross attention, to keys that are no rows of the text and that "
+            "`ddtree` does not keep: decode images without it (text alone works)."
+        )
+
+
 def check_target(model: Any) -> None:
     """Raise when a target cannot verify trees, by what it can do, not by its name."""
     name = type(model).__name__
@@ -176,7 +188,12 @@ def check_target(model: Any) -> None:
 
 
 def _is_causal(model: Any) -> bool:
-    """Whether the decoder has causal attention, as far as its layers say."""
+    """Whether new tokens see only what is before them, as far as its layers say.
+
+    What makes masks for `generate` itself shows a prompt more than that, and no new token.
+    """
+    if hasattr(model, "create_masks_for_generate"):
+        return True
     said = [module.is_causal for module in find_decoder(model)[1].modules() if hasattr(module, "is_causal")]
     return any(said) or not said
 
@@ -226,25 +243,46 @@ def check_rope(model: Any, positions: int) -> None:
 
 def check_pair(model: Any, drafter: Any) -> None:
     """Raise when a drafter was made for another target."""
-    target, draft = model.config.get_text_config(decoder=True), drafter.config
+    if drafter.device.type == "meta" and not hasattr(drafter, "_hf_hook"):  # that fetches offloaded ones
+        raise ValueError("The drafter has no weights (it is on the meta device): load it with `from_pretrained`.")
+    target, taps = model.config.get_text_config(decoder=True), drafter.config.target_layer_ids
+    rows, layers = model.get_input_embeddings().weight.shape[0], len(decoder_layers(model))
+    for fault in pair_faults(target, drafter.config, rows, layers):
+        raise ValueError(fault)
+    projection = getattr(getattr(drafter, "encoder", drafter), "fc", None)
+    if projection is not None and projection.in_features != len(taps) * target.hidden_size:
+        raise ValueError(
+            f"The drafter projects {projection.in_features} features, and {len(taps)} tap layers of width "
+            f"{target.hidden_size} give {len(taps) * target.hidden_size}: its config was changed after it was loaded."
+        )
+
+
+def pair_faults(target: Any, draft: Any, rows: int, layers: int) -> Iterator[str]:
+    """What speaks against a target with a drafter, by their configs.
+
+    Args:
+        target: The target's text config.
+        draft: The drafter's config.
+        rows: Of the target's embedding.
+        layers: Of its decoder.
+    """
     pairs = [
         ("hidden size", draft.hidden_size, target.hidden_size),
         ("number of target layers", getattr(draft, "num_target_layers", None), target.num_hidden_layers),
         ("vocabulary", getattr(draft, "vocab_size", None), target.vocab_size),
     ]
-    if drafter.device.type == "meta" and not hasattr(drafter, "_hf_hook"):  # that fetches offloaded ones
-        raise ValueError("The drafter has no weights (it is on the meta device): load it with `from_pretrained`.")
     for what, expected, found in pairs:
         if expected is not None and expected != found:
-            raise ValueError(
+            yield (
                 f"The drafter was made for a target whose {what} is {expected}; this target's is {found}. Use the "
                 "drafter that belongs to this target."
             )
-    if (tap := max(draft.target_layer_ids)) >= (layers := len(decoder_layers(model))):
-        raise ValueError(
+    if (tap := max(draft.target_layer_ids)) >= layers or (tap := min(draft.target_layer_ids)) < 0:
+        yield (
             f"The drafter taps layer {tap}, and the target has layers 0 to {layers - 1}: it belongs to another target."
         )
-    rows = model.get_input_embeddings().weight.shape[0]
+    if draft.block_size < 2:
+        yield f"The drafter's block of {draft.block_size} has the bonus token and nothing to draft: 2 is the least."
     for what, value in (("mask token id", draft.mask_token_id), ("vocabulary's last id", target.vocab_size - 1)):
-        if value >= rows:
-            raise ValueError(f"The drafter's {what} {value} lies beyond the {rows} rows of the target's embedding.")
+        if not 0 <= value < rows:
+            yield f"The drafter's {what} {value} lies beyond the {rows} rows of the target's embedding."

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .compat import CACHE_KEY
+from .compat import CACHE_KEY, IMAGE_MEASURES
 from .draft_tree import ancestor_matrix, node_depths
 from .target_state import uncompiled
 from .tree_cache import TreeCache
@@ -91,6 +91,38 @@ class FeatureTaps:
             handle.remove()
 
 
+class Constants(NamedTuple):
+    """What is the same in all steps of a call."""
+
+    types: dict[str, torch.Tensor]  # (B, 1) token types of every new token
+    offset: torch.Tensor | None = None  # (B, 1) or (axes, B, 1), see `place`
+
+    def place(self, positions: torch.Tensor) -> torch.Tensor:
+        """Where the target places tokens: on several axes, or further on than their number.
+
+        Args:
+            positions: `(B, N)`, behind the prompt's.
+
+        Returns:
+            `(B, N)` or `(axes, B, N)`.
+        """
+        return positions if self.offset is None else positions + self.offset
+
+    def clone(self) -> Constants:
+        offset = None if self.offset is None else self.offset.clone()
+        return Constants({name: types.clone() for name, types in self.types.items()}, offset)
+
+    def copy_(self, other: Constants) -> None:
+        for name, types in self.types.items():
+            types.copy_(other.types[name])
+        if self.offset is not None and other.offset is not None:
+            self.offset.copy_(other.offset)
+
+    def of_rows(self, rows: int) -> dict[str, torch.Tensor]:
+        """The token types of `rows` rows."""
+        return {name: types.expand(-1, rows) for name, types in self.types.items()}
+
+
 class Verification(NamedTuple):
     """What one target call over a tree gives; row 0 is the root, row i + 1 node i."""
 
@@ -132,7 +164,8 @@ class Verifier:
         self.layer_windows = [window for _, window in kinds]  # a layer
         self.windows = dict(kinds)  # a kind
         self.step_kwargs: dict[str, Any] = {}  # what the caller passes to each forward besides
-        self.step_types: dict[str, torch.Tensor] = {}  # (B, 1) token types, the same for every new token
+        self.constants = Constants({})
+        self.prompt_positions = torch.empty(1, 0, dtype=torch.long)  # (B, new slots)
         self.plain_only = False  # whether only plain steps see the columns that plain decoding's see
         self.drops_cache = False  # whether the next step has to be a plain one as well
         self.recomputed = False  # whether the rows of the caller's cache have been replaced
@@ -155,7 +188,7 @@ class Verifier:
         earlier, mask = model_kwargs.get(CACHE_KEY), model_kwargs.get("attention_mask")
         if earlier is not None and earlier.get_seq_length() > 0:
             self.cache.load(earlier)
-        self._check_steps(input_ids, model_kwargs)
+        types, placed = self._check_steps(input_ids, model_kwargs)
         already = self.cache.length
         embeds = model_kwargs.get("inputs_embeds")
         self.cache.reserve(already + (input_ids if embeds is None else embeds).shape[1] + ahead)
@@ -175,10 +208,29 @@ class Verifier:
         self.plain_only = mask is not None and mask.shape[1] != self.cache.length
         if mask is not None and not bool(mask.all()):
             self.prompt_mask = mask[:, : self.cache.length].to(self.device).bool()
-        return outputs, self._features(chunks, self.cache.length - already)
+        features = self._features(chunks, self.cache.length - already)
+        self.prompt_positions = self._count(features.shape[1], model_kwargs)
+        last = self.prompt_positions[:, -1:]
+        self.constants = Constants(types, None if torch.equal(placed, last) else placed - last)
+        return outputs, features
 
-    def _check_steps(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
-        """Note what else a step gets; refuse tensors, and other positions than `verify` gives the rows of a tree.
+    def _count(self, rows: int, model_kwargs: dict[str, Any]) -> torch.Tensor:
+        """The positions of the last `rows` rows; those on several axes say where in an image a row is: count them."""
+        positions: torch.Tensor = model_kwargs["position_ids"].to(self.device)
+        if positions.dim() > 2:
+            mask = torch.ones(positions.shape[1], self.cache.length, dtype=torch.long, device=self.device)
+            if self.prompt_mask is not None:
+                mask[:, : self.prompt_mask.shape[1]] = self.prompt_mask
+            positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        return positions[:, -rows:]
+
+    def _check_steps(
+        self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Note what else a step gets; refuse tensors, and positions that do not grow by one with each token.
+
+        Returns:
+            A new token's types, and the position of the prompt's last token in the target.
 
         Raises:
             ValueError: `prepare_inputs_for_generation` says so.
@@ -189,20 +241,28 @@ class Verifier:
         others = {
             name: value
             for name, value in inputs.items()
-            if value is not None and name not in (*_STEP_INPUTS, *_OUTPUTS)
+            if value is not None and name not in (*_STEP_INPUTS, *_OUTPUTS, *IMAGE_MEASURES)
         }
+        types = {}
         for name, of_next in _TOKEN_TYPES.items():
-            if (types := others.pop(name, None)) is not None:
-                self.step_types[name] = of_next(types[..., -1:]).to(self.device)
+            if (of_last := others.pop(name, None)) is not None:
+                types[name] = of_next(of_last[..., -1:]).to(self.device)
         if tensors := [name for name, value in others.items() if isinstance(value, torch.Tensor)]:
             raise ValueError(f"`ddtree` does not pass `{tensors[0]}` to a step of the target: leave it out.")
         self.step_kwargs = others
-        positions, expected = inputs.get("position_ids"), model_kwargs["position_ids"]
-        if positions is not None and not torch.equal(positions[..., -1], expected[..., -1].to(positions.device)):
-            raise ValueError(
-                f"{type(self.model).__name__} places tokens by positions of its own "
-                "(`prepare_inputs_for_generation`), which `ddtree` does not know."
-            )
+        placed: list[torch.Tensor] = []
+        for ahead in range(3):
+            kwargs["position_ids"] = model_kwargs["position_ids"] + ahead
+            inputs = self.model.prepare_inputs_for_generation(token, next_sequence_length=1, **kwargs)
+            if (positions := inputs.get("position_ids")) is None or (
+                placed and not torch.equal(positions[..., -1:], placed[0] + ahead)
+            ):
+                raise ValueError(
+                    f"{type(self.model).__name__} places tokens by positions of its own "
+                    "(`prepare_inputs_for_generation`), which `ddtree` does not know."
+                )
+            placed.append(positions[..., -1:])
+        return types, placed[0].to(self.device)
 
     def plain_step(
         self, input_ids: torch.Tensor, position: torch.Tensor, model_kwargs: dict[str, Any]
@@ -219,7 +279,7 @@ class Verifier:
         """
         step_kwargs = model_kwargs | {CACHE_KEY: self.cache}
         prompt_positions = model_kwargs["position_ids"]
-        since = torch.arange(int(position.max() - prompt_positions[..., -1].max()), device=prompt_positions.device) + 1
+        since = torch.arange(int(position - self.prompt_positions[:, -1:]), device=prompt_positions.device) + 1
         step_kwargs["position_ids"] = torch.cat([prompt_positions, prompt_positions[..., -1:] + since], dim=-1)
         if (mask := model_kwargs.get("attention_mask")) is not None:
             step_kwargs["attention_mask"] = torch.nn.functional.pad(mask, (0, len(since)), value=1)
@@ -245,7 +305,7 @@ class Verifier:
 
         Args:
             token_ids: `(B, N + 1)`, root first.
-            positions: `(B, 1)` or `(3, B, 1)`, the root's position; a node's is its depth further on.
+            positions: `(B, 1)`, the root's position; a node's is its depth further on.
             ancestors: `(B, N + 1, N + 1)` bool, see `ancestor_matrix`.
         """
         depths = node_depths(ancestors)  # (B, N + 1)
@@ -270,23 +330,22 @@ class Verifier:
             outputs = self.model(
                 input_ids=token_ids,
                 attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-                position_ids=positions + depths,
+                position_ids=self.constants.place(positions + depths),
                 use_cache=True,
                 return_dict=True,
                 **{CACHE_KEY: self.cache},
                 **self.output_kwargs,
                 **self.step_kwargs,
-                **{name: types.expand(-1, token_ids.shape[1]) for name, types in self.step_types.items()},
+                **self.constants.of_rows(token_ids.shape[1]),
             )
         return Verification(outputs.logits, self._features(chunks, token_ids.shape[1]), outputs)
 
-    def room(self, nodes: int) -> int:
-        """The depth that a tree of `nodes` nodes behind the next root may have."""
-        if self.scale_period is not None:
-            before, after = self.cache.length + 1, self.cache.length + nodes + 1
-            if before // self.scale_period != after // self.scale_period:
-                return 0
-        return sys.maxsize
+    @property
+    def most_nodes(self) -> int:
+        """Nodes that a tree behind the next root may have."""
+        if self.scale_period is None:
+            return sys.maxsize
+        return self.scale_period - 1 - (self.cache.length + 1) % self.scale_period
 
     def why_not_captured(self) -> str | None:
         """What of the target a step of fixed shapes, with windows as its only masks, cannot do."""
