@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from packaging.version import Version
-from transformers import PreTrainedModel, __version__
+from transformers import PreTrainedModel
 
+from all_targets import classes, config_classes, tiny_config, tiny_model
 from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, DFlashDraftModel
-from hf_ddtree.candidate_generator import draft_logits, embed_tokens
-from scripted import prompt_ids, tiny_drafter, tiny_target
+from hf_ddtree.candidate_generator import best_candidates, draft_logits, embed_tokens
+from scripted import VOCAB, prompt_ids, tiny_drafter, tiny_target
 
 
 def a_pair_that_agrees(block_size: int = 8, **overrides: Any) -> tuple[PreTrainedModel, DFlashDraftModel]:
@@ -118,7 +120,9 @@ def test_stock_assisted_sampling_driven_by_our_generator_keeps_the_distribution(
     assert statistic < 29, "chi-square with 7 degrees of freedom exceeds its 1e-4 quantile"
 
 
-@pytest.mark.skipif(Version(__version__) < Version("5.23"), reason="native DFlash taps other layers before 5.23")
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"), reason="native DFlash taps other layers before 5.23"
+)
 def test_native_dflash_accepts_as_much_as_our_chain(pair: tuple[PreTrainedModel, DFlashDraftModel]) -> None:
     model, drafter = pair
     lengths: set[int] = set()
@@ -160,7 +164,8 @@ def test_embedding_leaves_out_an_optional_norm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("logit_scale", 0.3), ("logits_scaling", 4.0), ("final_logit_softcapping", 2.0)]
+    ("field", "value"),
+    [("logit_scale", 0.3), ("output_multiplier", 0.3), ("logits_scaling", 4.0), ("final_logit_softcapping", 2.0)],
 )
 def test_draft_logits_are_the_targets(field: str, value: float) -> None:
     model = tiny_target("llama")
@@ -169,10 +174,63 @@ def test_draft_logits_are_the_targets(field: str, value: float) -> None:
     setattr(model.config, field, value)
     expected = {
         "logit_scale": plain * value,
+        "output_multiplier": plain * value,
         "logits_scaling": plain / value,
         "final_logit_softcapping": torch.tanh(plain / value) * value,
     }[field]
     torch.testing.assert_close(draft_logits(model, hidden), expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("gemma2", {"final_logit_softcapping": 3.0}),
+        ("gemma3_text", {"final_logit_softcapping": 3.0}),
+        ("nanochat", {"final_logit_softcapping": 3.0}),
+        ("granite", {"logits_scaling": 7.0}),
+        ("granitemoe", {"logits_scaling": 7.0}),
+        ("hyperclovax", {"logits_scaling": 0.2}),
+        ("cohere", {"logit_scale": 0.3}),
+        ("cohere2", {"logit_scale": 0.3}),
+        ("llama", {}),
+    ],
+)
+def test_a_drafter_that_knows_the_targets_final_state_drafts_its_distribution(
+    family: str, fields: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if family not in classes():
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    model = tiny_model(tiny_config(config_classes()[family], **fields))
+    outputs = model(prompt_ids(9), output_hidden_states=True)
+    source = DDTreeCandidateGenerator(model, tiny_drafter(model), DDTreeConfig(), max_length=100)
+    monkeypatch.setattr(source, "_draft", lambda root, position: outputs.hidden_states[-1])
+    token_ids, log_probs = source.propose(torch.tensor([[7]]), torch.tensor([[9]]), depth=7, candidates=VOCAB)
+    expected = outputs.logits[:, 1:8].log_softmax(-1).gather(-1, token_ids)
+    torch.testing.assert_close(log_probs, expected, atol=1e-4, rtol=1e-4)
+    assert expected.min() < -1, "every token is as probable as the others"
+
+
+def test_a_long_prompt_becomes_context_in_parts() -> None:
+    model = tiny_target("llama")
+    drafter = tiny_drafter(model)
+    features, positions = torch.randn(1, 5000, 96), torch.arange(5000)[None]
+    root, position = torch.tensor([[7]]), torch.tensor([[5000]])
+    source = DDTreeCandidateGenerator(model, drafter, DDTreeConfig(), max_length=6000)
+    passes: list[int] = []
+    handle = drafter.fc.register_forward_pre_hook(lambda module, args: passes.append(args[0].shape[1]))
+    source.append(features[:, :4990], positions[:, :4990])
+    source.append(features[:, 4990:], positions[:, 4990:])
+    proposed = source.propose(root, position, depth=7, candidates=9)
+    handle.remove()
+    assert sum(passes) == 5000 and max(passes) < 2500
+    assert source.cache.length == 5000 and source.pending == 0
+    noise = torch.cat([root, torch.full((1, 7), 3)], dim=1)
+    hidden = drafter(
+        embed_tokens(model, noise), features, torch.cat([positions, position + torch.arange(8)], dim=1)
+    ).last_hidden_state
+    token_ids, log_probs = best_candidates(draft_logits(model, hidden[:, 1:]), 9)
+    assert torch.equal(proposed[0], token_ids)
+    torch.testing.assert_close(proposed[1], log_probs, atol=1e-4, rtol=1e-4)
 
 
 def test_proposals_are_sorted_normalised_and_of_the_targets_vocabulary() -> None:

@@ -18,7 +18,9 @@ from .draft_tree import DraftTree, build_tree
 from .tree_cache import DraftCache
 from .verifier import input_device
 
+_MOST_CONTEXT = 2048  # tokens that one drafter pass makes context: its own tensors stay small beside the prompt's
 _MOST_PENDING = 512  # tokens that may wait for the next draft to become context
+_MULTIPLIED_BY_SCALING = ("hyperclovax",)
 _CONTEXT = "_hf_ddtree_context"  # on a cache that `generate` returned
 
 
@@ -60,7 +62,8 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         self.drafter = drafter
         self.config = config
         self.max_length = max_length
-        self.device, self.dtype = drafter.device, drafter.dtype
+        target_device = input_device(target.get_input_embeddings(), torch.device("cpu"))
+        self.device, self.dtype = input_device(drafter, target_device), drafter.dtype
         self.layer_ids = tuple(drafter.config.target_layer_ids)
         self.block_size = drafter.config.block_size
         self.max_depth = min(self.block_size - 1, config.max_depth or self.block_size - 1)
@@ -76,6 +79,15 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         self._features.append(features.to(self.device, self.dtype))
         self._positions.append(positions.to(self.device))
 
+    @property
+    def pending(self) -> int:
+        """Tokens that the next draft makes context."""
+        return sum(features.shape[1] for features in self._features)
+
+    def reserve(self, ahead: int) -> None:
+        """Make room for `ahead` tokens behind those that are pending, and for two blocks."""
+        self.cache.reserve(self.cache.length + self.pending + ahead + 2 * self.block_size)
+
     def propose(
         self, root: torch.Tensor, position: torch.Tensor, depth: int, candidates: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +100,7 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         """The tree of one round, at most `depth` deep; of no nodes at depth 0, and then nothing is drafted."""
         depth = min(depth, self.max_depth, self.nodes)
         if depth < 1:
-            if sum(features.shape[1] for features in self._features) >= _MOST_PENDING:
+            if self.pending >= _MOST_PENDING:
                 self.absorb(root, position)
             return DraftTree(root[:, 1:], root[:, 1:], root[:, 1:], root[:, 1:].float())
         token_ids, log_probs = self.propose(root, position, depth, candidates=self.nodes)
@@ -100,23 +112,28 @@ class DDTreeCandidateGenerator(CandidateGenerator):
             self._draft(root, position)
 
     def _draft(self, root: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """One drafter pass: append what is pending to the context, denoise one block `(B, block, H)`."""
-        features, positions = torch.cat(self._features, dim=1), torch.cat(self._positions, dim=1)
+        """Append what is pending to the context, denoise one block `(B, block, H)`: one drafter pass, or, behind a
+        long prompt, several of which the last one counts."""
+        self.cache.reserve(self.cache.length + self.pending + self.block_size)
+        features, positions = (x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in (self._features, self._positions))
         self._features, self._positions = [], []
         block = root.new_full((root.shape[0], self.block_size), self.drafter.config.mask_token_id)
         block[:, :1] = root
         block_positions = position.to(self.device) + torch.arange(self.block_size, device=self.device)
-        self.cache.reserve(self.cache.length + features.shape[1] + self.block_size)
-        self.cache.set_previous_accepted_tokens(features.shape[1])
+        noise_embeds = embed_tokens(self.target, block, self.drafter).to(self.device, self.dtype)
         with _evaluating(self.drafter):
-            outputs = self.drafter(
-                noise_embeds=embed_tokens(self.target, block, self.drafter).to(self.device, self.dtype),
-                context_hidden_states=features,
-                position_ids=torch.cat([positions, block_positions], dim=1),
-                attention_mask=None,
-                **{compat.CACHE_KEY: self.cache},
-            )
-        self.cache.crop(-self.block_size)
+            for rows, places in zip(
+                features.split(_MOST_CONTEXT, dim=1), positions.split(_MOST_CONTEXT, dim=1), strict=True
+            ):
+                self.cache.set_previous_accepted_tokens(rows.shape[1])
+                outputs = self.drafter(
+                    noise_embeds=noise_embeds,
+                    context_hidden_states=rows,
+                    position_ids=torch.cat([places, block_positions], dim=1),
+                    attention_mask=None,
+                    **{compat.CACHE_KEY: self.cache},
+                )
+                self.cache.crop(-self.block_size)
         hidden: torch.Tensor = outputs.last_hidden_state
         return hidden
 
@@ -283,8 +300,8 @@ def draft_logits(target: Any, hidden: torch.Tensor, drafter: Any = None) -> torc
         multiplier = getattr(config, "logit_scale", None)  # Cohere
         if multiplier is None:
             multiplier = getattr(config, "output_multiplier", None)  # Muse Glimmer
-        if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
-            logits = logits / divisor
+        if (scaling := getattr(config, "logits_scaling", None)) is not None:  # a factor for some, Granite divides
+            logits = logits * scaling if config.model_type in _MULTIPLIED_BY_SCALING else logits / scaling
         cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
     if multiplier is not None:
         logits = logits * multiplier

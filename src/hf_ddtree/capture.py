@@ -21,9 +21,9 @@ from .modeling_dflash import DFlashDraftModel
 from .outputs import GenerationRecord
 from .rope import RopeSwitch, rope_parameters
 from .target_state import Buffers
+from .tree_cache import rows_ahead
 from .verifier import Constants, Verifier
 
-_MOST_AHEAD = 4096  # tokens for which a call reserves rows at once
 _MOST_ROUNDS = 8  # kinds of calls whose graphs are kept for later ones
 _MOST_STEPS = 16  # of one kind of call
 _NUMBERS = (bool, int, float, str)
@@ -83,6 +83,8 @@ def _on_one_gpu(devices: set[torch.device]) -> str | None:
     """What speaks against it, or `None`."""
     if devices == {torch.device("cpu")}:
         return "on a CPU it gains nothing"
+    if torch.device("meta") in devices:
+        return "weights are offloaded"
     if len(devices) > 1:
         return "weights lie on several devices"
     return None if {device.type for device in devices} == {"cuda"} else "only CUDA graphs are captured"
@@ -116,7 +118,7 @@ def find_rounds(
         room: Tokens that the call may still commit.
         constants: Of the call's steps.
     """
-    rows = min(room, _MOST_AHEAD) + source.nodes + 1
+    rows = rows_ahead(room, source.nodes)
     buffers.cache.reserve(buffers.cache.length + rows)
     buffers.context.reserve(buffers.context.length + rows + 2 * source.block_size)
     layers: list[Any] = [*buffers.cache.layers, *buffers.context.layers]

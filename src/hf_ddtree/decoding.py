@@ -24,6 +24,7 @@ from .logits_process import commit_next, walk
 from .outputs import DDTreeStats, GenerateDDTreeOutput, GenerationRecord, PlainColumns, ended
 from .rope import RopeSwitch
 from .target_state import Buffers, claim, state_of
+from .tree_cache import rows_ahead
 from .validation import check_batch
 from .verifier import Verifier
 
@@ -67,10 +68,12 @@ def ddtree_decoding(
             timed = functools.partial(stats.time, device=verifier.device if config.record_times else None)
             # The prompt gives the first bonus token, and its features are the drafter's first context.
             with timed("prefill"):
-                outputs, features = verifier.prefill(input_ids, generation_config, model_kwargs)
+                ahead = rows_ahead(record.room, source.nodes)
+                outputs, features = verifier.prefill(input_ids, generation_config, model_kwargs, ahead)
                 if users_cache is not None and not verifier.recomputed:
                     source.resume(users_cache, input_ids)
                 append_prompt(source, features, verifier.prompt_positions, verifier.prompt_mask)
+                source.reserve(ahead)
             columns = plain_columns(verifier, users_cache)
             _, stop = commit_next(outputs.logits[:, -1], record, logits_processor, do_sample)
             record.add_states(outputs, [0], 0, columns, whole=True)

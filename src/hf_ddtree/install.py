@@ -39,6 +39,7 @@ from .validation import (
     check_target,
     is_dflash_drafter,
 )
+from .verifier import input_device
 
 
 @dataclass
@@ -276,7 +277,8 @@ def _load_assistant_model(original: Callable[..., Any]) -> Callable[..., Any]:
             config_dict, _ = PreTrainedConfig.get_config_dict(assistant_model)
             if is_dflash_config_dict(config_dict) or is_native_config_dict(config_dict):
                 assistant_model = load_drafter(assistant_model)
-                assistant_model = assistant_model.to(device=model.device, dtype=model.dtype)
+                device = input_device(model.get_input_embeddings(), assistant_model.device)
+                assistant_model = assistant_model.to(device=device, dtype=model.dtype)
         if is_dflash_drafter(assistant_model):
             return assistant_model, None
         return original(model, assistant_model, assistant_tokenizer)

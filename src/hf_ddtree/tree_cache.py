@@ -17,12 +17,18 @@ from transformers.cache_utils import CacheLayerMixin
 
 _ROW_MULTIPLE = 64  # launched plainly, attention reads the committed rows rounded up to this
 _MIN_CAPACITY = 256
+_MOST_AHEAD = 4096  # tokens for which a call reserves rows at once
 _CacheT = TypeVar("_CacheT", bound="TreeCache")
 
 
 def capacity_for(rows: int) -> int:
     """The buffer size that holds `rows`: powers of two, so that calls of other lengths find theirs already there."""
     return max(_MIN_CAPACITY, 1 << (rows - 1).bit_length())
+
+
+def rows_ahead(room: int, nodes: int) -> int:
+    """Rows to reserve behind a text that may have `room` more tokens, with a tree of `nodes` nodes behind the last."""
+    return min(room, _MOST_AHEAD) + nodes + 1
 
 
 @dataclass

@@ -243,7 +243,7 @@ def check_rope(model: Any, positions: int) -> None:
 
 def check_pair(model: Any, drafter: Any) -> None:
     """Raise when a drafter was made for another target."""
-    if drafter.device.type == "meta":
+    if drafter.device.type == "meta" and not hasattr(drafter, "_hf_hook"):  # that fetches offloaded ones
         raise ValueError("The drafter has no weights (it is on the meta device): load it with `from_pretrained`.")
     target, taps = model.config.get_text_config(decoder=True), drafter.config.target_layer_ids
     rows, layers = model.get_input_embeddings().weight.shape[0], len(decoder_layers(model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -170,9 +171,16 @@ class Verifier:
         self.recomputed = False  # whether the rows of the caller's cache have been replaced
 
     def prefill(
-        self, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+        self,
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        ahead: int = 0,
     ) -> tuple[Any, torch.Tensor]:
         """Run the prompt through the stock path into our cache.
+
+        Args:
+            ahead: Rows that will follow: reserved now, the buffers need not grow with the prompt in them.
 
         Returns:
             The model's output (logits of the last position) and the features `(B, new slots, taps * H)`.
@@ -183,7 +191,7 @@ class Verifier:
         types, placed = self._check_steps(input_ids, model_kwargs)
         already = self.cache.length
         embeds = model_kwargs.get("inputs_embeds")
-        self.cache.reserve(already + (input_ids if embeds is None else embeds).shape[1])
+        self.cache.reserve(already + (input_ids if embeds is None else embeds).shape[1] + ahead)
         with self._target_call() as chunks:
             outputs = self.model._prefill(
                 input_ids,
@@ -380,8 +388,11 @@ class Verifier:
 
 
 def input_device(module: Any, given: torch.device) -> torch.device:
-    """Where a module takes its input: an offloaded one's weight is on "meta", and its hook moves what it is given."""
-    device: torch.device = module.weight.device
+    """Where a module takes its input: an offloaded one's weight is on "meta", and its hook moves what it is given.
+
+    A quantized module's weight may go by any name.
+    """
+    device: torch.device = next(itertools.chain(module.parameters(), module.buffers())).device
     return given if device.type == "meta" else device
 
 
@@ -491,6 +502,6 @@ def tree_mask(
             )
             allowed &= node_chunks[:, :, None] == key_chunks[:, None, :]
         else:
-            allowed &= node_slots[:, :, None] - key_slots[:, None, :] < window
+            allowed &= key_slots[:, None, :] > (node_slots - window)[:, :, None]
     mask = torch.zeros(batch, 1, nodes, view, dtype=dtype, device=slots.device)
     return mask.masked_fill_(~allowed[:, None], torch.finfo(dtype).min)
