@@ -363,7 +363,7 @@ def test_a_context_that_grows_while_drafting_pauses(
     padding: int, prompt: int, new: int, block: int, budget: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The graphs write to the buffers that it had before."""
-    monkeypatch.setattr(capture, "_MOST_AHEAD", 64 if padding else 16)
+    monkeypatch.setattr(tree_cache, "_MOST_AHEAD", 64 if padding else 16)
     monkeypatch.setattr(tree_cache, "_MIN_CAPACITY", 256 if padding else 64)
     model = tiny_target("llama")
     mask = torch.ones(1, prompt, dtype=torch.int64)
