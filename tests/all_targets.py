@@ -323,7 +323,7 @@ def compare(model: Any, ids: torch.Tensor, texts: dict[bool, Any]) -> tuple[str,
                     ids,
                     attention_mask=torch.ones_like(ids),
                     assistant_model=drafter,
-                    ddtree=DDTreeConfig(),
+                    ddtree=DDTreeConfig(budget=15),
                     **options(sampled),
                 )
         except ValueError as error:
