@@ -237,7 +237,13 @@ class Verifier:
         """
         token = input_ids if input_ids.shape[1] else input_ids.new_zeros(input_ids.shape[0], 1)  # embeddings: none yet
         kwargs = {name: value for name, value in model_kwargs.items() if name not in ("inputs_embeds", CACHE_KEY)}
-        inputs = self.model.prepare_inputs_for_generation(token, next_sequence_length=1, **kwargs)
+
+        def prepared(ahead: int) -> dict[str, Any]:
+            moved = kwargs | {"position_ids": model_kwargs["position_ids"] + ahead}
+            inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(token, next_sequence_length=1, **moved)
+            return inputs
+
+        inputs = prepared(0)
         others = {
             name: value
             for name, value in inputs.items()
@@ -250,19 +256,15 @@ class Verifier:
         if tensors := [name for name, value in others.items() if isinstance(value, torch.Tensor)]:
             raise ValueError(f"`ddtree` does not pass `{tensors[0]}` to a step of the target: leave it out.")
         self.step_kwargs = others
-        placed: list[torch.Tensor] = []
-        for ahead in range(3):
-            kwargs["position_ids"] = model_kwargs["position_ids"] + ahead
-            inputs = self.model.prepare_inputs_for_generation(token, next_sequence_length=1, **kwargs)
-            if (positions := inputs.get("position_ids")) is None or (
-                placed and not torch.equal(positions[..., -1:], placed[0] + ahead)
-            ):
-                raise ValueError(
-                    f"{type(self.model).__name__} places tokens by positions of its own "
-                    "(`prepare_inputs_for_generation`), which `ddtree` does not know."
-                )
-            placed.append(positions[..., -1:])
-        return types, placed[0].to(self.device)
+        places: list[Any] = [step.get("position_ids") for step in (inputs, prepared(1), prepared(2))]
+        if any(place is None for place in places) or not all(
+            torch.equal(place[..., -1:], places[0][..., -1:] + ahead) for ahead, place in enumerate(places)
+        ):
+            raise ValueError(
+                f"{type(self.model).__name__} places tokens by positions of its own "
+                "(`prepare_inputs_for_generation`), which `ddtree` does not know."
+            )
+        return types, places[0][..., -1:].to(self.device)
 
     def plain_step(
         self, input_ids: torch.Tensor, position: torch.Tensor, model_kwargs: dict[str, Any]
