@@ -120,7 +120,7 @@ def find_rounds(
     """
     rows = rows_ahead(room, source.nodes)
     buffers.cache.reserve(buffers.cache.length + rows)
-    buffers.context.reserve(buffers.context.length + rows + 2 * source.block_size)
+    source.reserve(rows)
     layers: list[Any] = [*buffers.cache.layers, *buffers.context.layers]
     places = (layer.is_initialized and layer.keys.data_ptr() for layer in layers)
     where = (_fingerprint(source.target), _fingerprint(source.drafter), *places)
