@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 import hf_ddtree
 from hf_ddtree import DDTreeConfig
-from scripted import VOCAB, prompt_ids, scripted, tiny_drafter
+from scripted import VOCAB, prompt_ids, scripted, show_all, tiny_drafter
 
 LIST = Path(__file__).parents[1] / "docs" / "targets.md"
 EQUAL, REFUSED, PLAIN_FAILS, BROKEN = RESULTS = ("equal", "refused", "plain fails", "broken")
@@ -230,12 +230,7 @@ def tiny_model(config: PreTrainedConfig, seed: int = 0) -> Any:
         raise MemoryError(f"{parameters} parameters are not tiny")
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if bool((parameter == parameter.flatten()[0]).all()):  # else what begins as zeros or ones shows nothing
-                parameter.add_(torch.rand_like(parameter) * 0.3)
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
+    show_all(model)
     model.generation_config.forced_eos_token_id = None
     return model
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
 
-from scripted import SIZES, VOCAB, prompt_ids
+from scripted import SIZES, VOCAB, prompt_ids, show_all
 
 TEXT_VOCAB = VOCAB - 4
 IMAGE, VIDEO, START, END = range(TEXT_VOCAB, VOCAB)
@@ -86,12 +86,7 @@ def tiny_seeing_target(family: str, seed: int = 0, **overrides: Any) -> PreTrain
     config = CONFIG_MAPPING[family](**others)
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if bool((parameter == parameter.flatten()[0]).all()):  # else what begins as zeros or ones shows nothing
-                parameter.add_(torch.rand_like(parameter) * 0.3)
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
+    show_all(model)
     return model
 
 

@@ -90,6 +90,16 @@ def tiny_target(family: str, seed: int = 0, switch: int = 64, **overrides: Any) 
     return model.eval()
 
 
+@torch.no_grad()
+def show_all(model: PreTrainedModel) -> None:
+    """Give every weight of a new model an effect, and its generations no end."""
+    for parameter in model.parameters():
+        if bool((parameter == parameter.flatten()[0]).all()):  # what begins as zeros or ones shows nothing
+            parameter.add_(torch.rand_like(parameter) * 0.3)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+
+
 def tiny_drafter(target: PreTrainedModel, seed: int = 1, block_size: int = 8, **overrides: Any) -> DFlashDraftModel:
     """A random drafter that fits a target: it drafts nonsense."""
     torch.manual_seed(seed)
