@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hf_ddtree import DDTreeConfig, capture, compiled, release_buffers, shadow
 from hf_ddtree.compat import CACHE_KEY
-from scripted import prompt_ids, tiny_drafter, tiny_target
+from scripted import SIZES, prompt_ids, tiny_drafter, tiny_target
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9}
@@ -336,3 +336,19 @@ def test_rows_that_rounds_wrote_are_cleared() -> None:
     buffers = model.__dict__["_hf_ddtree_state"].buffers
     for cache in (buffers.cache, buffers.context):
         assert not any(bool(layer.keys.any()) or bool(layer.values.any()) for layer in cache.layers)
+
+
+@pytest.mark.usefixtures("stepped")
+def test_other_experts_need_other_graphs() -> None:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**SIZES, head_dim=16, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2)
+    model = Qwen3MoeForCausalLM(config).eval()
+    drafter = tiny_drafter(model)
+    kept = []
+    for implementation in ("grouped_mm", "batched_mm", "grouped_mm"):
+        model.set_experts_implementation(implementation)
+        expected, _ = run(model, prompt_ids(20), 30, **GREEDY)
+        out, _ = run(model, prompt_ids(20), 30, assistant_model=drafter, ddtree={"budget": 7}, **GREEDY)
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        kept.append(list(model.__dict__["_hf_ddtree_state"].buffers.rounds.values())[-1])
+    assert len(set(map(id, kept))) > 1 and kept[0] is not kept[1] is not kept[2]

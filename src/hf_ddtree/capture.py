@@ -163,6 +163,7 @@ def _capture(rounds: Rounds, nodes: int, execution: str) -> Step | str:
     why = ""
     for compiled in (True, False) if execution == "auto" else (False,):
         step: Step | None = None
+        random = _random_state(rounds.device)
         try:
             # One capture at a time, as torch asks.
             with _capturing, torch.inference_mode(False), _on(rounds.device), rounds.restored():
@@ -180,6 +181,7 @@ def _capture(rounds: Rounds, nodes: int, execution: str) -> Step | str:
             return step
         step = None  # behind the error, whose traceback holds it
         _release(rounds.device)
+        _restore_random(rounds.device, random)
         if hopeless:
             break
     return f"plain: the capture failed ({why})"
@@ -198,15 +200,34 @@ def _release(device: torch.device) -> None:
     torch.cuda.empty_cache()
 
 
+def _random_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _restore_random(device: torch.device, state: torch.Tensor) -> None:
+    """Let torch's generator draw again: a capture that fails on its way leaves it waiting for the graph's end."""
+    if device.type == "cuda":
+        fresh = torch.Generator(device)
+        fresh.set_state(state)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].graphsafe_set_state(fresh.graphsafe_get_state())
+
+
 def _fingerprint(model: Any) -> int:
     """Changes with all that a graph has baked in: modules and their numbers, configs, and where weights lie."""
     seen: list[Any] = [str(model.config.to_dict())]
+    configs: dict[int, Any] = {}
     for module in model.modules():  # each call waits for this: no second pass, no generators
+        own = vars(module)
         seen += (id(module), type(module))
-        seen += [value for value in vars(module).values() if type(value) in _NUMBERS]
+        if (config := own.get("config")) is not None:
+            configs[id(config)] = config
+        seen += [value for value in own.values() if type(value) in _NUMBERS]
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 seen += (id(tensor), tensor.data_ptr(), tensor.dtype)
+    for config in configs.values():  # to_dict leaves out which functions run
+        seen += [str(value) for name, value in vars(config).items() if "_implementation" in name]
     return hash(tuple(seen))
 
 
@@ -227,11 +248,15 @@ def _values(processor: Any) -> str:
 
 
 class _NoHostReads(TorchDispatchMode):
-    """Raises where a forward reads a tensor on the host: in a capture that would be too late."""
+    """Raises where a forward reads a tensor on the host, or copies one to it: in a capture that would be too late."""
 
     _READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+    _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self._READS and args[0].device.type != "cpu":
             raise NotImplementedError("a forward that reads tensors on the host")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func in self._COPIES and args[-1].device.type != result.device.type:
+            raise NotImplementedError("a forward that copies tensors between host and device")
+        return result
