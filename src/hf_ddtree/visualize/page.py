@@ -53,12 +53,11 @@ def generation_html(
             f"{stats.rounds} rounds: pass the ids behind the prompt, sequences[0, prompt_length:]"
         )
     pieces = text_pieces(prompt_ids, new_ids, tokenizer)
-    spans = [f'<span class="first" tabindex="0">{_token(pieces[0])}</span>']
+    spans = [_span("first", pieces[:1])]
     end = 1
     for index, length in enumerate(stats.acceptance_lengths):
         begin, end = end, end + length
-        tokens = "".join(_token(piece) for piece in pieces[begin:end])
-        spans.append(f'<span class="round c{index % _COLOURS}" tabindex="0">{tokens}</span>')
+        spans.append(_span(f"round c{index % _COLOURS}", pieces[begin:end]))
 
     data = json.dumps(_data(new_ids, stats, tokenizer, max_nodes), ensure_ascii=False, separators=(",", ":"))
     script = _resource("page.js")
@@ -86,9 +85,12 @@ def _facts(stats: DDTreeStats, new_ids: Sequence[int]) -> list[tuple[str, str]]:
     ]
 
 
-def _token(piece: str) -> str:
-    """A token of the text; a line's end gets an element, so that there is something to point at."""
-    return f"<span>{escape(printable(piece)).replace(chr(10), '<i></i>' + chr(10))}</span>"
+def _span(kind: str, pieces: Sequence[str]) -> str:
+    """The tokens of a round, which has something to point at also where they add nothing or only a line's end."""
+    if not any(pieces):
+        kind += " silent"
+    tokens = "".join(f"<span>{escape(printable(piece))}</span>" for piece in pieces)
+    return f'<span class="{kind}" tabindex="0">{tokens}</span>'.replace("\n", "<i></i>\n")
 
 
 def _data(

@@ -188,7 +188,7 @@ def tree_dot(
 
     lines = [
         "digraph {",
-        "  rankdir=LR",
+        "  graph [rankdir=LR, ordering=out, fontname=monospace]",
         '  node [shape=box, style="rounded,filled", fillcolor=white, fontname=monospace, height=0.25, margin=0.06]',
         "  edge [arrowhead=none]",
         f"  root [{label(root_id)}]",
