@@ -71,9 +71,12 @@ class Page:
         return answer["result"].get("value")
 
     def point_at(self, element: str, click: bool = False) -> None:
-        """Move the pointer to the beginning of an element, given as a JavaScript expression."""
-        box = self.value(f"(e => (e.scrollIntoView(), e.getClientRects()[0].toJSON()))({element})")
-        at = {"x": box["x"] + min(3, box["width"] / 2), "y": box["y"] + box["height"] / 2}
+        """Move the pointer to the middle of an element's widest line, given as a JavaScript expression."""
+        boxes = self.value(
+            f"(e => (e.scrollIntoView(), Array.from(e.getClientRects(), box => box.toJSON())))({element})"
+        )
+        box = max(boxes, key=lambda box: box["width"])
+        at = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
         self.call("Input.dispatchMouseEvent", type="mouseMoved", **at)
         for kind in ("mousePressed", "mouseReleased") if click else ():
             self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)

@@ -43,16 +43,20 @@ def text_pieces(context: Sequence[int], token_ids: Sequence[int], tokenizer: Pre
     pieces: list[str] = []
     # Decoded are the tokens since `start`: those before `read` are there only so that spaces come out as in the text.
     start, read = 0, len(context)
-    shown = len(tokenizer.decode(ids[:read]))
+    shown = tokenizer.decode(ids[:read])
     for end in range(read + 1, len(ids) + 1):
         text = tokenizer.decode(ids[start:end])
         partial = len(text) - len(text.rstrip(_REPLACEMENT))
-        whole = len(text) if end == len(ids) else len(text) - min(partial, _MOST_PARTIAL)
-        pieces.append(text[shown:whole])
-        shown = max(shown, whole)
+        whole = len(text) - min(partial, _MOST_PARTIAL)
+        if end == len(ids):
+            whole = len(text)
+        elif not text.startswith(shown):  # some decoders give up the characters in front of a partial one, too
+            whole = len(shown)
+        pieces.append(text[len(shown) : whole])
+        shown += pieces[-1]
         if not partial:
             start, read = read, end
-            shown = len(tokenizer.decode(ids[start:read]))
+            shown = tokenizer.decode(ids[start:read])
     return pieces
 
 
