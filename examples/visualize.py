@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if suffix == ".html":
         picture = generation_html(ids[0].tolist(), new_ids, stats, tokenizer, title=args.prompt)
     else:
+        if not stats.rounds:
+            parser.error("the text ended with the prompt's forward: there was no round")
         if args.round is not None and not 1 <= args.round <= stats.rounds:
             parser.error(f"--round is {args.round}, and there were {stats.rounds}")
         best = max(range(stats.rounds), key=lambda index: stats.acceptance_lengths[index])

@@ -57,7 +57,7 @@
     const nodes = round.ids.length + round.leftOut;
     let words = "Round " + number + " of " + rounds.length + ": ";
     words += nodes ? nodes + " nodes, " + round.accepted.length + " accepted, then " : "no draft; ";
-    words += "the target's own " + labels[round.last][0];
+    words += "the target's own “" + labels[round.last][0] + "”";
     return round.leftOut ? words + " (" + round.leftOut + " less probable nodes not drawn)" : words;
   }
 
