@@ -51,7 +51,9 @@ class Page:
         method, params = message.get("method"), message.get("params", {})
         if method == "Page.loadEventFired":
             self.loaded = True
-        elif method in ("Runtime.exceptionThrown", "Page.javascriptDialogOpening", "Log.entryAdded") or (
+        elif method == "Page.javascriptDialogOpening":
+            raise AssertionError(f"the page opened a dialog: {params['message']}")  # and now waits for an answer
+        elif method in ("Runtime.exceptionThrown", "Log.entryAdded") or (
             method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert")
         ):
             self.faults.append(params)

@@ -219,5 +219,8 @@ def test_a_browser_shows_the_tree_of_the_round_that_is_pointed_at_or_focused(tmp
         assert page.value("document.title") == f"{BAD} $text"  # no token's script has run
         assert page.value("document.scripts.length") == 2
         assert page.value("document.querySelectorAll('img').length") == 0
-        assert page.value("document.documentElement.scrollWidth <= innerWidth")
+        for width in (1200, 320):
+            page.call("Emulation.setDeviceMetricsOverride", width=width, height=600, deviceScaleFactor=1, mobile=False)
+            assert page.value("[document.documentElement, document.querySelector('main')].every("
+                              "e => e.scrollWidth <= e.clientWidth)"), width  # fmt: skip
         assert page.faults == []

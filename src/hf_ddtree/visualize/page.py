@@ -45,6 +45,7 @@ def generation_html(
     Raises:
         ValueError: trees were not recorded, or the new tokens are not those of the rounds.
     """
+    prompt_ids, new_ids = list(map(int, prompt_ids)), list(map(int, new_ids))
     if len(stats.trees) != stats.rounds:
         raise ValueError("the statistics have no trees: generate with ddtree=DDTreeConfig(record_trees=True)")
     if len(new_ids) != sum(stats.acceptance_lengths) + 1:
@@ -68,7 +69,7 @@ def generation_html(
         style=STYLE + _resource("page.css"),
         script=script,
         facts="".join(f"<div><dt>{name}</dt><dd>{escape(fact)}</dd></div>" for name, fact in _facts(stats, new_ids)),
-        prompt=escape(printable(tokenizer.decode(list(prompt_ids)))),
+        prompt=escape(printable(tokenizer.decode(prompt_ids))),
         text="".join(spans),
         data=data.replace("<", "\\u003c"),  # nothing in it may end the script element
     )
@@ -97,7 +98,7 @@ def _data(
     new_ids: Sequence[int], stats: DDTreeStats, tokenizer: PreTrainedTokenizerBase, max_nodes: int
 ) -> dict[str, Any]:
     """What the page's script draws trees from: each token's label once, each round's drawing as lists of numbers."""
-    labels = {int(token_id): Label.of(int(token_id), tokenizer) for token_id in new_ids}
+    labels = {token_id: Label.of(token_id, tokenizer) for token_id in new_ids}
 
     def drawing(entry: RoundTree, last: int) -> dict[str, Any]:
         tree = Drawing.of(entry.tree, entry.root, entry.path, max_nodes)
@@ -121,7 +122,7 @@ def _data(
     for length in stats.acceptance_lengths:
         end += length
         ends.append(end)
-    rounds = [drawing(entry, int(new_ids[end])) for entry, end in zip(stats.trees, ends, strict=True)]
+    rounds = [drawing(entry, new_ids[end]) for entry, end in zip(stats.trees, ends, strict=True)]
     sizes = {"node": NODE, "row": ROW, "gap": GAP, "margin": MARGIN}
     return {"sizes": sizes, "labels": labels, "rounds": rounds}
 
