@@ -68,22 +68,22 @@ def generation_html(
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
         style=STYLE + _resource("page.css"),
         script=script,
-        facts="".join(f"<div><dt>{name}</dt><dd>{escape(fact)}</dd></div>" for name, fact in _facts(stats, new_ids)),
+        facts=_facts(stats, len(new_ids)),
         prompt=escape(printable(tokenizer.decode(prompt_ids))),
         text="".join(spans),
         data=data.replace("<", "\\u003c"),  # nothing in it may end the script element
     )
 
 
-def _facts(stats: DDTreeStats, new_ids: Sequence[int]) -> list[tuple[str, str]]:
-    nodes = sum(stats.node_counts) / max(stats.rounds, 1)
-    return [
-        ("rounds", f"{stats.rounds:,}"),
-        ("new tokens", f"{len(new_ids):,}"),
-        ("mean acceptance length", f"{stats.mean_acceptance_length:.2f}"),
-        ("nodes a round", f"{nodes:.1f}"),
-        ("path", stats.path),
-    ]
+def _facts(stats: DDTreeStats, tokens: int) -> str:
+    facts = {
+        "rounds": f"{stats.rounds:,}",
+        "new tokens": f"{tokens:,}",
+        "mean acceptance length": f"{stats.mean_acceptance_length:.2f}",
+        "nodes a round": f"{sum(stats.node_counts) / max(stats.rounds, 1):.1f}",
+        "path": stats.path,
+    }
+    return "".join(f"<div><dt>{name}</dt><dd>{escape(printable(fact))}</dd></div>" for name, fact in facts.items())
 
 
 def _span(kind: str, pieces: Sequence[str]) -> str:
