@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -96,12 +97,18 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
             f"there is no file {path}. It should hold one JSON object a line, with `prompt`, `turns` or `messages`."
         ) from None
     lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    number = 0
-    try:
-        for index, (number, line) in enumerate(lines):
+    for index, (number, line) in enumerate(lines):
+        with located(f"{path}, line {number}"):
             yield to_prompt(path.stem, index, json.loads(line))
-    except ValueError as error:  # of JSON as well
-        raise ValueError(f"{path}, line {number}: {error}") from None
+
+
+@contextlib.contextmanager
+def located(place: str) -> Iterator[None]:
+    """Say where a `ValueError`, of JSON as well, comes from."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
 
 
 def to_prompt(name: str, index: int, row: Any) -> Prompt:
