@@ -21,6 +21,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ import accelerate
 import torch
 import transformers
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -301,7 +303,7 @@ def describe(pair: Pair, arguments: argparse.Namespace, methods: list[str], budg
 def evaluate(arguments: argparse.Namespace) -> None:
     """All of it: load, go on or begin, run, and summarize when all is there."""
     prompts = load_sets(arguments.data, arguments.prompts)
-    state = PartialState()
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available())
     rank, ranks, device = state.process_index, state.num_processes, state.device
     # Processes share a directory, not a model: none waits for another, and to the models this is no distributed run.
     state.destroy_process_group()
@@ -318,19 +320,16 @@ def evaluate(arguments: argparse.Namespace) -> None:
     base = arguments.base or ("compiled generate" if cuda else "generate")
 
     settings = describe(pair, arguments, list(methods), budgets)
-    files = RowFiles(arguments.output, rank, settings)
     plain = arguments.plain_prompts if cuda else None
     groups = make_tasks(prompts, list(methods), arguments.temperature, arguments.seed, plain)
     turns = len(arguments.temperature)
     mine = [group for i, group in enumerate(groups) if i // turns % ranks == rank]
-    due = [[task for task in group if task.key not in files.done] for group in mine]
-    if any(due):
-        needed = {task.method for group in due for task in group}
-        new = arguments.new_tokens if cuda else min(arguments.new_tokens, 32)
-        warm_up(pair, {n: o for n, o in methods.items() if n in needed}, arguments.temperature, longest, new)
-    run(pair, mine, methods, files, arguments.new_tokens, most, quiet=rank > 0)
-
-    rows = files.merge([task.key for group in groups for task in group])
+    with closing(RowFiles(arguments.output, rank, settings)) as files:
+        if needed := {task.method for group in mine for task in group if task.key not in files.done}:
+            new = arguments.new_tokens if cuda else min(arguments.new_tokens, 32)
+            warm_up(pair, {n: o for n, o in methods.items() if n in needed}, arguments.temperature, longest, new)
+        run(pair, mine, methods, files, arguments.new_tokens, most, quiet=rank > 0)
+        rows = files.merge([task.key for group in groups for task in group])
     if rows is None:
         print(f"process {rank} is done; the last one merges.", file=sys.stderr)
         return

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import evaluate
@@ -26,7 +25,7 @@ SETS = {"words": [{"prompt": f"w1 w2 w{i}"} for i in range(4)], "chats": [{"turn
 def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Arguments for a random target and drafter, and two files of prompts."""
     directory = tmp_path_factory.mktemp("pair")
-    target = tiny_target("llama", max_position_embeddings=64)
+    target = tiny_target("llama", max_position_embeddings=128)
     target.save_pretrained(directory / "target")
     word_tokenizer().save_pretrained(directory / "target")
     tiny_drafter(target).save_pretrained(directory / "drafter")
@@ -78,11 +77,11 @@ def test_every_method_answers_every_prompt(pair: list[str], tmp_path: Path) -> N
 def test_a_killed_run_goes_on_with_another_number_of_processes(pair: list[str], tmp_path: Path) -> None:
     output = tmp_path / "run"
     script = Path(evaluate.__file__)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    port = ["--main_process_port", "0", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     arguments = [*pair, "--temperature", "0", "1", "--new-tokens", "40", "--output", str(output)]
+    # What `accelerate launch` runs on several GPUs; on a CPU it asks for MPI.
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[1] / "src")}
-    process = subprocess.Popen([*launch, *port, str(script), *arguments], env=environment, start_new_session=True)
+    process = psutil.Popen([*launch, str(script), *arguments], env=environment)
 
     def lines() -> list[int]:
         return [path.read_bytes().count(b"\n") for path in output.glob("rows-*.jsonl")]
@@ -92,8 +91,10 @@ def test_a_killed_run_goes_on_with_another_number_of_processes(pair: list[str], 
             assert process.poll() is None
             time.sleep(0.05)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        family = [process, *process.children(recursive=True)] if process.is_running() else []
+        for member in family:
+            member.kill()
+        psutil.wait_procs(family)
     parts = sorted(output.glob("rows-*.jsonl"))
     assert len(parts) == 2
     before = {path: path.read_bytes() for path in parts}
@@ -174,14 +175,14 @@ def test_a_prompt_longer_than_the_target_is_skipped(
     pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = tmp_path / "mixed.jsonl"
-    prompts = [{"prompt": "w1 " * 53}, {"prompt": "w1 w2"}, {"turns": ["w1 " * 26, "w1 " * 16]}]
+    prompts = [{"prompt": "w1 " * 117}, {"prompt": "w1 w2"}, {"turns": ["w1 " * 60, "w1 " * 60]}]
     data.write_text("".join(json.dumps(row) + "\n" for row in prompts))
     arguments = [*pair, "--methods", "generate", "chain", "--output", str(tmp_path / "run")]
     assert evaluate.main([*arguments, "--data", str(data)]) == 0
     rows = read(tmp_path / "run" / "rows.jsonl")
     assert [row.get("error", "")[:6] for row in rows] == ["turn 1", "turn 1", "", "", "turn 2", "turn 2"]
-    assert rows[0]["error"] == "turn 1: 53 tokens and 12 new ones are more than the target's 64"
-    assert "skipped mixed 0: turn 1: 53 tokens" in capsys.readouterr().err
+    assert rows[0]["error"] == "turn 1: 117 tokens and 12 new ones are more than the target's 128"
+    assert "skipped mixed 0: turn 1: 117 tokens" in capsys.readouterr().err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert [(skipped["set"], skipped["prompt"]) for skipped in summary["skipped"]] == [("mixed", 0), ("mixed", 2)]
     assert summary["tables"][0]["methods"]["chain"]["prompts"] == 1
