@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 import evaluate
+import evaluation_methods
 import evaluation_rows
 from scripted import tiny_drafter, tiny_target, word_tokenizer
 
@@ -115,7 +116,7 @@ def test_what_is_done_is_not_done_again(
 ) -> None:
     arguments = [*pair, "--methods", "generate", "ddtree 3", "--prompts", "2", "--output", str(tmp_path)]
     assert evaluate.main(arguments) == 0
-    monkeypatch.setattr(evaluate, "answer", lambda *_: pytest.fail("was done before"))
+    monkeypatch.setattr(evaluation_methods, "answer", lambda *_: pytest.fail("was done before"))
     assert evaluate.main([*arguments, "--base", "ddtree 3"]) == 0
     assert json.loads((tmp_path / "summary.json").read_text())["base"] == "ddtree 3"
     capsys.readouterr()
