@@ -10,6 +10,9 @@ call. With several turns a method goes on from its own answer, and the whole cha
 
 Started again with the same arguments, it goes on where it was stopped; with several processes, each takes every n-th
 prompt. The last to finish writes `rows.jsonl`, `summary.json` and `summary.md` to the output directory.
+
+With `--simulate` only the plain method answers the prompts. What trees would gain is counted along its texts, and
+predicted with what rounds cost here; a few prompts and minutes are enough. It writes `prediction.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ from evaluation_data import Prompt, load_sets
 from evaluation_methods import PLAIN, Pair, converse, load_pair, longest_prompt, make_methods, regret, warm_up
 from evaluation_rows import Key, Row, RowFiles, write_text
 from evaluation_summary import markdown, summarize
+from prediction import is_predicted, predict
+from prediction import markdown as markdown_of_predictions
 from smollm2 import prepare_target
 
 
@@ -77,6 +82,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--attention", help="the target's attention implementation; default: its own choice")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--base", help="what speedups are over; default: compiled generate on CUDA, else generate")
+    parser.add_argument("--simulate", action="store_true", help="predict from one plain run: would it pay here?")
     parser.add_argument("--output", type=Path, required=True, metavar="DIRECTORY")
     arguments = parser.parse_args(argv)
     if min(arguments.temperature) < 0:
@@ -238,10 +244,17 @@ def evaluate(arguments: argparse.Namespace) -> None:
     methods = make_methods(pair.drafter, budgets, cuda, slots)
     if unknown := [name for name in arguments.methods or () if name not in methods]:
         raise ValueError(f"there is no method {', '.join(unknown)} here; there are {', '.join(methods)}.")
-    methods = {name: methods[name] for name in arguments.methods or methods}
     base = arguments.base or ("compiled generate" if cuda else "generate")
+    if base not in methods:
+        raise ValueError(f"there is no method {base} here; there are {', '.join(methods)}.")
+    chosen = arguments.methods or list(methods)
+    methods = {name: methods[name] for name in methods if name in (*chosen, *([base] if arguments.simulate else []))}
 
     settings = describe(pair, arguments, list(methods), budgets)
+    if arguments.simulate:
+        if rank == 0:  # others would only disturb its times
+            simulate(pair, prompts, methods, base, longest, settings, arguments)
+        return
     plain = arguments.plain_prompts if cuda else None
     groups = make_tasks(prompts, list(methods), arguments.temperature, arguments.seed, plain)
     turns = len(arguments.temperature)
@@ -260,6 +273,31 @@ def evaluate(arguments: argparse.Namespace) -> None:
     write_text(arguments.output / "summary.json", json.dumps(summary, indent=1) + "\n")
     write_text(arguments.output / "summary.md", markdown(summary))
     print(markdown(summary))
+
+
+def simulate(
+    pair: Pair,
+    prompts: list[Prompt],
+    methods: dict[str, dict[str, Any]],
+    base: str,
+    longest: int,
+    settings: dict[str, Any],
+    arguments: argparse.Namespace,
+) -> None:
+    """Write and print what methods would gain."""
+    if "ddtree" in methods[base] or "speculation_type" in methods[base]:
+        raise ValueError(f"a prediction begins with plain decoding, and {base} is not that.")
+    fixed = {name: options for name, options in methods.items() if name == base or is_predicted(options)}
+    new_tokens = arguments.new_tokens
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    warm_up(pair, fixed, arguments.temperature, longest, min(new_tokens, 32))
+    found = [
+        predict(pair, prompts, fixed, base, temperature, arguments.seed, new_tokens)
+        for temperature in arguments.temperature
+    ]
+    write_text(arguments.output / "prediction.json", json.dumps({"settings": settings, "predictions": found}) + "\n")
+    write_text(arguments.output / "prediction.md", markdown_of_predictions(found))
+    print(markdown_of_predictions(found))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -211,3 +211,34 @@ def test_slow_methods_get_evenly_spread_prompts() -> None:
     assert plain == [*(("a", i) for i in (0, 2, 4, 6, 8)), ("b", 0), ("b", 1)]
     assert [len({task.seed for group in groups[i : i + 2] for task in group}) for i in range(0, 24, 2)] == [1] * 12
     assert sum(task.method == "chain" for group in groups for task in group) == 24
+
+
+def test_a_prediction_counts_the_rounds_of_real_runs(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path_factory.mktemp("small_vocabulary")  # trees of a random drafter hold a good part of the text
+    target = tiny_target("llama", vocab_size=9, initializer_range=0.6, max_position_embeddings=128)
+    target.save_pretrained(directory / "target")
+    word_tokenizer(9).save_pretrained(directory / "target")
+    tiny_drafter(target).save_pretrained(directory / "drafter")
+    rows = [*({"prompt": f"w1 w2 w{i}"} for i in range(3)), {"turns": ["w1", "w3 w4"]}, {"prompt": "w1 " * 117}]
+    (directory / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["--target", str(directory / "target"), "--drafter", str(directory / "drafter"), "--dtype", "float32"]
+    arguments += ["--data", str(directory / "words.jsonl"), "--new-tokens", "30", "--budgets", "5", "20"]
+    arguments += ["--temperature", "0", "1", "--output", str(tmp_path)]
+    assert evaluate.main([*arguments, "--simulate"]) == 0
+    assert "would pay" in capsys.readouterr().out
+    assert evaluate.main(arguments) == 0
+    predictions = json.loads((tmp_path / "prediction.json").read_text())["predictions"]
+    real = [t["methods"] for t in json.loads((tmp_path / "summary.json").read_text())["tables"]]
+    for predicted, measured in zip(predictions, real, strict=True):
+        assert set(predicted["methods"]) == set(measured) - {"native chain", "ddtree auto"}
+        for name, row in predicted["methods"].items():
+            assert row["ms per round"] > 0 and row["speedup"] > 0
+            if name != "generate":
+                assert row["tokens per round"] == pytest.approx(measured[name]["tokens per round"]["value"])
+        lengths = predicted["by budget"]
+        assert len(lengths) == 21
+        assert lengths[0] == 1 and lengths[5] == predicted["methods"]["ddtree 5"]["tokens per round"]
+        assert lengths[20] > 1.5
+        assert [row["prompt"] for row in predicted["skipped"]] == [4]
