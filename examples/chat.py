@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 break
             if line == "/quit":
                 break
-            elif line == "/reset":
+            if line == "/reset":
                 chat.reset()
             elif line:
                 chat.say(line)

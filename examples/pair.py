@@ -24,9 +24,10 @@ class Pair(NamedTuple):
 def add_pair_options(parser: argparse.ArgumentParser) -> None:
     """Add `--target`, `--drafter` and `--dtype`."""
     parser.add_argument("--target", help="directory or hub id of a causal LM; default: SmolLM2-135M-Instruct")
-    parser.add_argument("--drafter", help="directory or hub id of its DFlash drafter; default: the one beside this file")
+    parser.add_argument("--drafter", help="directory or hub id of its drafter; default: the one beside this file")
     parser.add_argument(
-        "--dtype", help="float32 (default on a CPU, exact), bfloat16, ..., or auto (default on a GPU): the target's own"
+        "--dtype",
+        help="float32 (default on a CPU), bfloat16, ..., or auto (default on a GPU): the target's own",
     )
 
 

@@ -1,6 +1,6 @@
 """`pipeline("text-generation")` with trees: prompts as text and as chats, several at a time.
 
-    python examples/pipeline.py
+python examples/pipeline.py
 """
 
 from __future__ import annotations

@@ -41,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     stats = out.ddtree_stats
     print(f"\n{tokens} tokens in {stats.rounds} rounds, {stats.mean_acceptance_length:.2f} tokens per round")
     print(f"with trees {middle - start:.2f} s, plain generate {end - middle:.2f} s")
-    print("the same text" if torch.equal(out.sequences, plain.sequences) else "another text: rounding decided a near-tie")
+    print(
+        "the same text" if torch.equal(out.sequences, plain.sequences) else "another text: rounding decided a near-tie"
+    )
 
 
 if __name__ == "__main__":

@@ -53,5 +53,9 @@ def next_turn_ids(tokenizer: PreTrainedTokenizerBase, ids: list[int], user: str,
     """
     if not ids:
         return tokenizer(turns.before + user + turns.answer, add_special_tokens=False)["input_ids"]
-    new = tokenizer(turns.between + user + turns.next_answer, add_special_tokens=False)["input_ids"]
-    return ids + (new[1:] if new[0] == ids[-1] else new)
+    return join(ids, tokenizer(turns.between + user + turns.next_answer, add_special_tokens=False)["input_ids"])
+
+
+def join(ids: list[int], text: list[int]) -> list[int]:
+    """`text` behind `ids`, without the token that ends a turn if `ids` have it already."""
+    return ids + (text[1:] if text and text[0] == ids[-1] else text)
