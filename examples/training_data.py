@@ -87,7 +87,7 @@ def sample_prompts(writer: Writer, openings: list[dict[str, str]], seconds: floa
     rng = random.Random(seed)
     generator, tokenizer, turns, stop = writer
     texts = [turns.before + row["form"].split("{prompt}")[0] + row["opening"] for row in openings]
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     requests = [Request(ids, rng.choice((0.7, 0.85, 1.0))) for ids in encoded]
     found = []
     written = generator.generate(requests, 160, stop, seconds)
