@@ -98,13 +98,19 @@ def load_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def load_prompts(name: str) -> list[str]:
-    """Load the first user turns of an evaluation set, in the order of its file.
+    """The first user turns of `load_turns(name)`."""
+    return [turns[0] for turns in load_turns(name)]
+
+
+def load_turns(name: str) -> list[list[str]]:
+    """Load the user turns of an evaluation set, in the order of its file.
 
     MT-Bench and GSM8K questions are put as they stand. A HumanEval row is the head of a function, which a chat model
     is asked to solve in the words of `HUMANEVAL_PROMPT`. These are evaluation data: they must not be trained on.
 
     Args:
-        name: `"humaneval"` (164 prompts), `"mt_bench"` (80) or `"gsm8k"` (a sample of 100 of the test set).
+        name: `"humaneval"` (164 prompts), `"mt_bench"` (80 of two turns) or `"gsm8k"` (a sample of 100 of the test
+            set).
     """
     if name not in PROMPT_FILES:
         raise ValueError(f"there are no prompts {name!r}; choose one of {sorted(PROMPT_FILES)}")
@@ -112,10 +118,10 @@ def load_prompts(name: str) -> list[str]:
     text = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     rows = [json.loads(line) for line in text.splitlines() if line.strip()]
     if name == "humaneval":
-        return [HUMANEVAL_PROMPT.format(prompt=row["prompt"]) for row in rows]
+        return [[HUMANEVAL_PROMPT.format(prompt=row["prompt"])] for row in rows]
     if name == "mt_bench":
-        return [row["turns"][0] for row in rows]
-    return [row["prompt"] for row in rows]
+        return [row["turns"] for row in rows]
+    return [[row["prompt"]] for row in rows]
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> torch.LongTensor:

@@ -1,0 +1,116 @@
+"""The rows of an evaluation on disk: written one by one, found again after a kill, merged when all are there.
+
+Each process appends to a file of its own, `rows-<rank>.jsonl`. Whoever starts in the same directory reads all of them,
+with whatever number of processes they were written; what is there is not done again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+Row = dict[str, Any]
+Key = tuple[str, int, str, float]
+
+
+def key_of(row: Row) -> Key:
+    """What a row is of; there is one of each."""
+    return row["set"], row["prompt"], row["method"], float(row["temperature"])
+
+
+class RowFiles:
+    """
+    The rows of one evaluation.
+
+    Args:
+        directory: Made where it is missing; processes on several hosts need one that they share.
+        rank: Of this process.
+        settings: What the rows depend on.
+
+    Raises:
+        ValueError: The directory holds rows of other settings.
+        OSError: It cannot be written.
+    """
+
+    def __init__(self, directory: Path, rank: int, settings: dict[str, Any]) -> None:
+        self.directory = directory
+        self.path = directory / f"rows-{rank}.jsonl"
+        directory.mkdir(parents=True, exist_ok=True)
+        with self.lock():
+            self._check(settings)
+            rows = read_rows(self.directory)
+            cut_torn_line(self.path)
+        self.done = {key_of(row) for row in rows}
+        self._file = self.path.open("ab")
+
+    def lock(self) -> FileLock:
+        """Held by one process at a time."""
+        return FileLock(self.directory / "lock")
+
+    def append(self, row: Row) -> None:
+        """Write a row, to the disk itself."""
+        self._file.write(json.dumps(row).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.done.add(key_of(row))
+
+    def merge(self, keys: Iterable[Key]) -> list[Row] | None:
+        """All rows in the order of `keys`, in `rows.jsonl` too; `None` while some are missing."""
+        self._file.close()
+        with self.lock():
+            rows = {key_of(row): row for row in read_rows(self.directory)}
+            merged = [rows[key] for key in keys if key in rows]
+            if len(merged) < len(rows) or any(key not in rows for key in keys):
+                return None
+            write_text(self.directory / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in merged))
+            for part in self.directory.glob("rows-*.jsonl"):
+                part.unlink()
+            return merged
+
+    def _check(self, settings: dict[str, Any]) -> None:
+        path = self.directory / "settings.json"
+        settings = json.loads(json.dumps(settings))
+        if not path.exists():
+            write_text(path, json.dumps(settings, indent=1) + "\n")
+            return
+        earlier = json.loads(path.read_text())
+        names = [name for name in earlier | settings if earlier.get(name) != settings.get(name)]
+        if names:
+            differences = "; ".join(f"{name} was {earlier.get(name)!r}, now {settings.get(name)!r}" for name in names)
+            raise ValueError(
+                f"{self.directory} holds rows of other settings ({differences}). Give the same ones to go on there, "
+                "or another --output."
+            )
+
+
+def read_rows(directory: Path) -> list[Row]:
+    """All rows of an evaluation, finished or not, each once; a line that a kill has torn is left out."""
+    rows: dict[Key, Row] = {}
+    for path in sorted(directory.glob("rows*.jsonl")):
+        content = path.read_bytes()
+        for line in content[: content.rfind(b"\n") + 1].splitlines():
+            row = json.loads(line)
+            rows.setdefault(key_of(row), row)
+    return list(rows.values())
+
+
+def cut_torn_line(path: Path) -> None:
+    """Cut off what follows the last line's end."""
+    if path.exists():
+        with path.open("rb+") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file at once or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

@@ -1,0 +1,211 @@
+"""The evaluation of a tiny pair: every method on every prompt, whatever stops it in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import evaluate
+import evaluation_rows
+from scripted import tiny_drafter, tiny_target, word_tokenizer
+
+METHODS = ["generate", "native chain", "ddtree 3", "one token a round", "chain", "static tree 3", "ddtree auto"]
+SETS = {"words": [{"prompt": f"w1 w2 w{i}"} for i in range(4)], "chats": [{"turns": ["w1 w2", "w3"]}] * 2}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Arguments for a random target and drafter, and two files of prompts."""
+    directory = tmp_path_factory.mktemp("pair")
+    target = tiny_target("llama", max_position_embeddings=64)
+    target.save_pretrained(directory / "target")
+    word_tokenizer().save_pretrained(directory / "target")
+    tiny_drafter(target).save_pretrained(directory / "drafter")
+    for name, rows in SETS.items():
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = [str(directory / f"{name}.jsonl") for name in SETS]
+    models = ["--target", str(directory / "target"), "--drafter", str(directory / "drafter")]
+    return [*models, "--data", *data, "--new-tokens", "12", "--budgets", "3", "--dtype", "float32"]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_method_answers_every_prompt(pair: list[str], tmp_path: Path) -> None:
+    assert evaluate.main([*pair, "--temperature", "0", "1", "--output", str(tmp_path)]) == 0
+    rows = read(tmp_path / "rows.jsonl")
+    assert len(rows) == len({evaluation_rows.key_of(row) for row in rows}) == 6 * 2 * len(METHODS)
+    assert [row["method"] for row in rows[: len(METHODS)]] == METHODS
+    assert [row["method"] for row in rows[len(METHODS) :][: len(METHODS)]] == [*METHODS[1:], METHODS[0]]
+    for row in rows:
+        turns = 2 if row["set"] == "chats" else 1
+        assert (row["turns"], row["tokens"]) == (turns, 12 * turns)
+        assert row["seconds"] > 0
+        assert ("regret" in row) == (row["temperature"] == 0)
+        if row["method"] != "generate":
+            assert row["rounds"] == len(row["acceptance_lengths"])
+            assert sum(row["acceptance_lengths"]) == row["tokens"] - turns
+    plain = {(r["set"], r["prompt"], r["temperature"]): r for r in rows if r["method"] == "generate"}
+    for row in rows:
+        if row["temperature"] == 0 or row["method"] != "native chain":  # which samples in another way
+            assert row["text"] == plain[row["set"], row["prompt"], row["temperature"]]["text"]
+    # The second turn's prompt is the whole chat: what was asked, the answer, and what is asked then.
+    assert plain["chats", 0, 0.0]["prompt_tokens"] == 2 + (2 + 12 + 1)
+
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["base"] == "generate"
+    assert [(part["temperature"], part["set"]) for part in summary["tables"]] == [
+        (temperature, name) for temperature in (0, 1) for name in ("words", "chats", "all prompts")
+    ]
+    for part in summary["tables"]:
+        assert list(part["methods"]) == METHODS
+        assert part["methods"]["generate"]["speedup"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+        assert part["methods"]["one token a round"]["tokens per round"]["value"] == 1.0
+    assert summary["settings"]["attention"] == "sdpa"
+    assert "## Temperature 1: chats" in (tmp_path / "summary.md").read_text()
+
+
+def test_a_killed_run_goes_on_with_another_number_of_processes(pair: list[str], tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    script = Path(evaluate.__file__)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    port = ["--main_process_port", "0", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    arguments = [*pair, "--temperature", "0", "1", "--new-tokens", "40", "--output", str(output)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[1] / "src")}
+    process = subprocess.Popen([*launch, *port, str(script), *arguments], env=environment, start_new_session=True)
+
+    def lines() -> list[int]:
+        return [path.read_bytes().count(b"\n") for path in output.glob("rows-*.jsonl")]
+
+    try:
+        while not (len(lines()) == 2 and min(lines()) >= 3):
+            assert process.poll() is None
+            time.sleep(0.05)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    parts = sorted(output.glob("rows-*.jsonl"))
+    assert len(parts) == 2
+    before = {path: path.read_bytes() for path in parts}
+    with parts[0].open("ab") as file:
+        file.write(b'{"set": "words", "pro')  # as a kill may leave it
+    done = [line for content in before.values() for line in content.splitlines()]
+
+    assert evaluate.main(arguments) == 0
+    rows = (output / "rows.jsonl").read_bytes().splitlines()
+    assert len(rows) == 6 * 2 * len(METHODS) > len(done)
+    assert set(done) < set(rows)  # nothing was done again
+    assert len({evaluation_rows.key_of(json.loads(row)) for row in rows}) == len(rows)
+    assert not list(output.glob("rows-*.jsonl"))
+
+
+def test_what_is_done_is_not_done_again(
+    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*pair, "--methods", "generate", "ddtree 3", "--prompts", "2", "--output", str(tmp_path)]
+    assert evaluate.main(arguments) == 0
+    monkeypatch.setattr(evaluate, "answer", lambda *_: pytest.fail("was done before"))
+    assert evaluate.main([*arguments, "--base", "ddtree 3"]) == 0
+    assert json.loads((tmp_path / "summary.json").read_text())["base"] == "ddtree 3"
+    capsys.readouterr()
+    assert evaluate.main([*arguments, "--seed", "1"]) == 2
+    assert "other settings (seed was 0, now 1)" in capsys.readouterr().err
+
+
+@pytest.fixture
+def stopped_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """An error that the third row's writing raises."""
+    errors: list[Any] = []
+    append = evaluation_rows.RowFiles.append
+
+    def failing(self: evaluation_rows.RowFiles, row: dict[str, Any]) -> None:
+        if errors and len(self.done) == 2:
+            raise errors.pop()
+        append(self, row)
+
+    monkeypatch.setattr(evaluation_rows.RowFiles, "append", failing)
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [(KeyboardInterrupt(), 130, "Stopped."), (OSError(28, "No space left on device"), 1, "No space left on device")],
+)
+def test_rows_outlast_what_stops_a_run(
+    pair: list[str],
+    tmp_path: Path,
+    stopped_after: list[Any],
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    message: str,
+) -> None:
+    arguments = [*pair, "--methods", "generate", "--output", str(tmp_path)]
+    stopped_after.append(error)
+    assert evaluate.main(arguments) == code
+    said = capsys.readouterr().err
+    assert message in said
+    assert "the same command goes on" in said
+    kept = (tmp_path / "rows-0.jsonl").read_text().splitlines()
+    assert len(kept) == 2
+    assert evaluate.main(arguments) == 0
+    assert (tmp_path / "rows.jsonl").read_text().splitlines()[:2] == kept
+
+
+def test_a_directory_that_cannot_be_written_is_named(
+    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert evaluate.main([*pair, "--output", str(tmp_path / "file" / "run")]) == 1
+    assert f"{tmp_path / 'file' / 'run'} cannot be written" in capsys.readouterr().err
+
+
+def test_a_prompt_longer_than_the_target_is_skipped(
+    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "mixed.jsonl"
+    prompts = [{"prompt": "w1 " * 53}, {"prompt": "w1 w2"}, {"turns": ["w1 " * 26, "w1 " * 16]}]
+    data.write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    arguments = [*pair, "--methods", "generate", "chain", "--output", str(tmp_path / "run")]
+    assert evaluate.main([*arguments, "--data", str(data)]) == 0
+    rows = read(tmp_path / "run" / "rows.jsonl")
+    assert [row.get("error", "")[:6] for row in rows] == ["turn 1", "turn 1", "", "", "turn 2", "turn 2"]
+    assert rows[0]["error"] == "turn 1: 53 tokens and 12 new ones are more than the target's 64"
+    assert "skipped mixed 0: turn 1: 53 tokens" in capsys.readouterr().err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert [(skipped["set"], skipped["prompt"]) for skipped in summary["skipped"]] == [("mixed", 0), ("mixed", 2)]
+    assert summary["tables"][0]["methods"]["chain"]["prompts"] == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--methods", "ddtree 4"], "no method ddtree 4 here; there are generate, native chain, ddtree 3"),
+        (["--data", "missing.jsonl"], "there is no file missing.jsonl"),
+        (["--data", "mmlu"], "there is no set 'mmlu'"),
+    ],
+)
+def test_bad_input_is_said(
+    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: list[str], message: str
+) -> None:
+    assert evaluate.main([*pair, *wrong, "--output", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_slow_methods_get_evenly_spread_prompts() -> None:
+    prompts = [evaluate.Prompt("a", i, []) for i in range(10)] + [evaluate.Prompt("b", i, []) for i in range(2)]
+    groups = evaluate.make_tasks(prompts, ["generate", "chain"], [0.0, 1.0], 7, plain_prompts=5)
+    plain = [task.prompt[:2] for group in groups[::2] for task in group if task.method == "generate"]
+    assert plain == [*(("a", i) for i in (0, 2, 4, 6, 8)), ("b", 0), ("b", 1)]
+    assert [len({task.seed for group in groups[i : i + 2] for task in group}) for i in range(0, 24, 2)] == [1] * 12
+    assert sum(task.method == "chain" for group in groups for task in group) == 24
