@@ -125,6 +125,8 @@ def test_docstrings_name_every_parameter(name: str) -> None:
         if own and not parameters <= set(own):  # the fields of a class of transformers, and ours
             parameters &= set(own)
         text = function.__doc__ + (thing.__doc__ or "")
+        for other in re.findall(r"those of `(\w+)`", text):
+            text += getattr(sys.modules[function.__module__], other).__doc__
         assert {p for p in parameters if not re.search(rf"\b{p}\b", text)} == set(), full_name
 
 
