@@ -1,23 +1,33 @@
-"""Draw what `round_cost.py` and `speed.py` have measured.
+"""Draw what `round_cost.py`, `speed.py` and `examples/evaluate.py` have measured.
 
     python benchmarks/plots.py benchmarks/results
 
 For each `round_cost*.json` in the directory: a round's cost by the size of its tree, beside compiled decoding and the
 time that reading the weights takes. For each `speed*.json`: each method's speedup and tokens a round, by prompt set.
+For an evaluation's `rows.jsonl`, at each temperature: speedup and tokens a round by budget, with 95% intervals over
+draws of the prompts, and how many tokens rounds committed. Where stages were timed: where a round's time goes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib import pyplot
 
 matplotlib.use("svg")
 pyplot.rcParams |= {"svg.hashsalt": "hf_ddtree", "svg.fonttype": "none"}  # the same file from the same figures
+
+Rows = list[dict[str, Any]]
+DRAWS = 1000  # of the prompts, for an interval
+STAGES = {"draft": "tab:blue", "verify": "tab:orange", "walk": "tab:green", "keep": "tab:red", "round": "tab:purple"}
 
 
 def draw_round_cost(report: dict[str, Any], file: Path) -> None:
@@ -37,8 +47,7 @@ def draw_round_cost(report: dict[str, Any], file: Path) -> None:
     axes.set(xlabel="nodes of the tree", ylabel="ms", ylim=(0, None), xlim=(0, None))
     axes.set_title(f"{report['device']}, {report['shapes']}, {report['dtype'].removeprefix('torch.')}")
     axes.legend(loc="lower right", fontsize=8)
-    figure.savefig(file, metadata={"Date": None}, bbox_inches="tight")
-    pyplot.close(figure)
+    save(figure, file)
 
 
 def draw_speed(report: dict[str, Any], file: Path) -> None:
@@ -65,13 +74,131 @@ def draw_speed(report: dict[str, Any], file: Path) -> None:
     right.set(xlabel="tokens a round")
     left.legend()
     figure.suptitle(f"SmolLM2-135M-Instruct, {report['dtype']}, greedy, {report['device']}")
-    figure.savefig(file, metadata={"Date": None}, bbox_inches="tight")
-    pyplot.close(figure)
+    save(figure, file)
 
 
-def speed(rows: list[dict[str, Any]]) -> float:
+def draw_stages(stages: dict[str, dict[str, float]], title: str, file: Path) -> None:
+    """`stages` are each method's milliseconds a round."""
+    figure, axes = pyplot.subplots(figsize=(6.4, 0.4 * len(stages) + 1.2))
+    left = np.zeros(len(stages))
+    for stage, color in STAGES.items():
+        ms = np.array([times.get(stage, 0.0) for times in stages.values()])
+        if ms.any():
+            axes.barh(list(stages), ms, left=left, color=color, label=stage)
+            left += ms
+    axes.invert_yaxis()
+    axes.set(xlabel="ms a round", title=title)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
+    save(figure, file)
+
+
+def draw_budgets(rows: Rows, base: str, title: str, file: Path) -> None:
+    """Speedup over `base` and tokens a round of the rows of one temperature, by method, trees by budget."""
+    methods = sorted({row["method"] for row in rows if row.get("rounds")}, key=place_of)
+    based = {key_of(row): row for row in rows if row["method"] == base}
+    sets = list(dict.fromkeys(row["set"] for row in rows))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    for index, name in enumerate(sets):
+        shift = 0.1 * (index - (len(sets) - 1) / 2)
+        for best_first in (True, False):  # a line through the budgets, points for the rest
+            style: dict[str, Any] = {"fmt": "-o" if best_first else "o", "color": f"C{index}", "capsize": 3}
+            speedups, tokens = [], []
+            for place, method in enumerate(methods):
+                own = [row for row in rows if (row["set"], row["method"]) == (name, method)]
+                if bool(re.fullmatch(r"ddtree \d+", method)) != best_first or not own:
+                    continue
+                tokens.append((place + shift, *interval([round_sums(row) for row in own])))
+                if pairs := [(row, based[key_of(row)]) for row in own if key_of(row) in based]:
+                    speedups.append((place + shift, *interval([speed_sums(*pair) for pair in pairs])))
+            for axes, points in ((left, speedups), (right, tokens)):
+                if points:
+                    x, y, low, high = np.array(points).T
+                    axes.errorbar(x, y, (y - low, high - y), **style, label=name if best_first else None)
+    for axes, what in ((left, f"speedup over {base}"), (right, "tokens a round")):
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set(ylabel=what, ylim=(0, None), xticks=range(len(methods)))
+        axes.set_xticklabels(methods, rotation=30, ha="right")
+    right.legend()
+    figure.suptitle(title)
+    save(figure, file)
+
+
+def draw_acceptance(rows: Rows, title: str, file: Path) -> None:
+    """Which share of the rounds committed how many tokens, by method."""
+    counts: dict[str, Counter[int]] = {}
+    for row in rows:
+        counts.setdefault(row["method"], Counter()).update(row.get("acceptance_lengths") or ())
+    counts = {method: counts[method] for method in sorted(counts, key=place_of) if len(counts[method]) > 1}
+    if not counts:
+        return
+    most = max(max(count) for count in counts.values())
+    figure, axes = pyplot.subplots(figsize=(8, 4))
+    width = 0.85 / len(counts)
+    for index, (method, count) in enumerate(counts.items()):
+        shares = [100 * count[length] / count.total() for length in range(1, most + 1)]
+        mean = sum(length * times for length, times in count.items()) / count.total()
+        x = np.arange(1, most + 1) + (index - (len(counts) - 1) / 2) * width
+        axes.bar(x, shares, width, label=f"{method}: {mean:.2f} on average")
+    axes.set(xlabel="tokens committed in a round", ylabel="% of the rounds", xticks=range(1, most + 1), title=title)
+    axes.legend(fontsize=8)
+    save(figure, file)
+
+
+def draw_evaluation(directory: Path) -> Iterator[Path]:
+    rows = [json.loads(line) for line in (directory / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if row.get("seconds")]  # not those that were skipped
+    summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+    methods = {row["method"] for row in rows}
+    base = next(method for method in ("compiled generate", "generate") if method in methods)
+    for temperature in sorted({row["temperature"] for row in rows}):
+        own = [row for row in rows if row["temperature"] == temperature]
+        title = f"temperature {temperature:g}, {summary.get('device', 'unknown device')}"
+        draw_budgets(own, base, title, file := directory / f"budgets_t{temperature:g}.svg")
+        yield file
+        draw_acceptance(own, title, file := directory / f"acceptance_t{temperature:g}.svg")
+        yield file
+
+
+def place_of(method: str) -> tuple[int, int]:
+    """Where a method stands: single tokens, chains, static trees, trees by budget, learned budgets."""
+    budget = int(match[0]) if (match := re.search(r"\d+", method)) else 0
+    kinds = ("one token", "chain", "static", "ddtree")
+    kind = next((place for place, kind in enumerate(kinds) if kind in method), len(kinds))
+    return kind + (method == "ddtree auto"), budget
+
+
+def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in ("set", "prompt", "turn", "thinking"))
+
+
+def speed_sums(row: dict[str, Any], base: dict[str, Any]) -> tuple[float, ...]:
+    return row["tokens"], row["seconds"], base["tokens"], base["seconds"]
+
+
+def round_sums(row: dict[str, Any]) -> tuple[float, ...]:
+    return sum(row["acceptance_lengths"]), len(row["acceptance_lengths"]), 1, 1
+
+
+def interval(prompts: list[tuple[float, ...]]) -> tuple[float, float, float]:
+    """The ratio of the first sums to the second, over that of the third to the fourth; and its 95% interval."""
+
+    def ratio(sums: np.ndarray) -> np.ndarray:  # (..., 4)
+        return sums[..., 0] / sums[..., 1] / (sums[..., 2] / sums[..., 3])
+
+    each = np.array(prompts)
+    draws = np.random.default_rng(0).integers(len(each), size=(DRAWS, len(each)))
+    low, high = np.percentile(ratio(each[draws].sum(1)), [2.5, 97.5])
+    return float(ratio(each.sum(0))), float(low), float(high)
+
+
+def speed(rows: Rows) -> float:
     """Tokens a second."""
     return sum(row["tokens"] for row in rows) / sum(row["seconds"] for row in rows)
+
+
+def save(figure: Any, file: Path) -> None:
+    figure.savefig(file, metadata={"Date": None}, bbox_inches="tight")
+    pyplot.close(figure)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -82,6 +209,15 @@ def main(argv: list[str] | None = None) -> None:
         for report in sorted(directory.glob(pattern)):
             draw(json.loads(report.read_text()), report.with_suffix(".svg"))
             print(report.with_suffix(".svg"))
+    for report in [*sorted(directory.glob("speed*.json")), *directory.glob("summary.json")]:
+        summary = json.loads(report.read_text())
+        if summary.get("stages"):
+            file = report.with_name(f"{report.stem}_stages.svg")
+            draw_stages(summary["stages"], summary["device"], file)
+            print(file)
+    if (directory / "rows.jsonl").exists():
+        for file in draw_evaluation(directory):
+            print(file)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,18 @@ def assert_same(mine: Any, theirs: Any, name: str = "output") -> None:
         assert mine == theirs, name
 
 
+def assert_trees_spell(out: Any, prompt: int) -> None:
+    """The recorded roots and paths are the text behind a prompt of that many tokens."""
+    ids, stats, at = out.sequences[0, prompt:].tolist(), out.ddtree_stats, 0
+    assert len(stats.trees) == stats.rounds
+    for (root, tree, path), length in zip(stats.trees, stats.acceptance_lengths, strict=True):
+        assert root == ids[at]
+        assert tree.token_ids[0, path].tolist() == ids[at + 1 : at + length]
+        assert tree.parents[0, path].tolist() == [-1, *path][: len(path)]
+        at += length
+    assert at == len(ids) - 1
+
+
 def is_same(mine: Any, theirs: Any) -> bool:
     try:
         assert_same(mine, theirs)

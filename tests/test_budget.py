@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hf_ddtree import DDTreeConfig, candidate_generator, capture, compiled, decoding, tree_cache
-from hf_ddtree.budget import Budget, Experience, LearnedBudget, promises
+from hf_ddtree.budget import Budget, Experience, LearnedBudget, least_cost, promises
 from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.draft_tree import DraftTree, ancestor_matrix, best_first_tree, node_depths
 from hf_ddtree.logits_process import follow
@@ -61,10 +61,16 @@ def rounds_of(drafter: str, seed: int = 0) -> Iterator[tuple[DraftTree, Callable
 
 
 def decode(
-    budget: Budget, cost: Callable[[int], float], drafter: str, rounds: int, seed: int = 0, held_up: range = range(0)
+    budget: Budget,
+    cost: Callable[[int], float],
+    drafter: str,
+    rounds: int,
+    seed: int = 0,
+    held_up: range = range(0),
+    length: int = 100,
 ) -> list[tuple[int, int, float]]:
     """Size, tokens and seconds of simulated rounds, some of which something else holds up."""
-    result, length = [], 100
+    result = []
     noise = torch.Generator().manual_seed(seed)
     for _, (tree, accepted) in zip(range(rounds), rounds_of(drafter, seed), strict=False):
         nodes = budget.cut(tree)[1] if budget.drafts else 0
@@ -105,6 +111,44 @@ def test_no_size_is_tried_for_ever(cost: Callable[[int], float]) -> None:
     assert tried <= 3 * len(never) * (len(experience.seconds) + 3)
 
 
+@pytest.mark.parametrize("cost", [flat, steep])
+def test_short_answers_to_prompts_of_all_lengths_lose_nothing_by_trying(cost: Callable[[int], float]) -> None:
+    """A text of another magnitude is no reason to try all sizes anew, and a size being tried says little of trees."""
+
+    def answer_all(make: Callable[[int], Budget]) -> float:
+        rounds = []
+        for prompt, length in enumerate((40, 300, 60, 100, 600, 130, 40, 250) * 4):
+            drafter = "fair" if prompt % 4 else "nearly perfect"
+            rounds += decode(make(length), lambda n: cost(n) * (1 + length / 4000), drafter, 25, prompt, length=length)  # noqa: B023
+        return speed(rounds)
+
+    experience = Experience(SIZES)
+    learned = answer_all(lambda length: LearnedBudget(SIZES, 15, experience, length, captured=False))
+    assert learned >= 0.97 * max(answer_all(lambda length, size=size: Budget((size,))) for size in SIZES)
+
+
+def test_costs_of_untried_sizes() -> None:
+    experience = Experience(SIZES)
+
+    def see(magnitude: int, costs: dict[int, float]) -> None:
+        for size, cost in costs.items():
+            for _ in range(3):
+                experience.add(magnitude, size, cost)
+
+    see(7, {15: 20.0, 31: 30.0})
+    costs = experience.costs(7, SIZES)
+    assert costs[15] == 20 and costs[31] == 30
+    assert costs[63] == pytest.approx(0.9 * 50) and costs[7] == pytest.approx(0.9 * 15)
+    assert costs[0] == pytest.approx(0.5 * 20)
+    # At another length costs are in the same proportion, as far as sizes are known there.
+    assert experience.costs(9, (15, 31)) == {15: 20, 31: 30}
+    see(9, {15: 40.0})
+    assert experience.costs(9, (15, 31)) == {15: 40, 31: 60}
+    # A line that falls is noise: rounds of more nodes take no less.
+    see(7, {7: 25.0})
+    assert least_cost(63, {7: 25.0, 15: 20.0}) == 20
+
+
 @pytest.mark.parametrize("start", [0, 3, 8])
 @pytest.mark.parametrize(("cost", "drafter"), [(flat, "nearly perfect"), (steep, "fair"), (flat, "useless")])
 def test_what_held_up_the_first_rounds_is_forgotten(cost: Callable[[int], float], drafter: str, start: int) -> None:
@@ -127,7 +171,8 @@ def test_one_round_that_is_held_up_does_not_end_drafting() -> None:
 def test_drafting_pauses_longer_each_time() -> None:
     budget = LearnedBudget(SIZES, 15, Experience(SIZES), 100, captured=False)
     sizes = [size for size, *_ in decode(budget, flat, "useless", 1000)]
-    pauses = [len(list(group)) for size, group in itertools.groupby(sizes) if size == 0]
+    first, *pauses = [len(list(group)) for size, group in itertools.groupby(sizes) if size == 0]
+    assert first == 3  # what single tokens cost
     assert pauses[0] >= 64 and all(b > 1.5 * a for a, b in itertools.pairwise(pauses[:-1]))
     assert sizes[0] == 15  # a new call gives the drafter another chance
     assert sum(size > 0 for size in sizes) < 60
@@ -283,8 +328,10 @@ def test_what_was_learned_stays_with_the_pair(clock: Any) -> None:
         second, _ = run(model, prompt_ids(20), 200, **call)
         other, _ = run(copy.deepcopy(model), prompt_ids(20), 200, **call)
     assert first.ddtree_stats.budgets[:3] == other.ddtree_stats.budgets[:3] == [15] * 3
-    assert second.ddtree_stats.budgets[:3] != [15] * 3
     experiences = model.__dict__["_hf_ddtree_state"].experiences
+    (experience,) = experiences[drafter].values()
+    trees = [sum(nodes > 0 for nodes in out.ddtree_stats.budgets[:-1]) for out in (first, second)]  # the last: unseen
+    assert experience.rounds == sum(trees)
     assert len(experiences) == 1
     del drafter, call
     gc.collect()

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from comparison import assert_trees_spell
 from hf_ddtree import DDTreeConfig, capture, compiled, release_buffers, shadow
 from hf_ddtree.compat import CACHE_KEY
-from scripted import prompt_ids, tiny_drafter, tiny_target
+from scripted import SIZES, prompt_ids, tiny_drafter, tiny_target
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9}
@@ -78,7 +79,10 @@ def knowing(monkeypatch: pytest.MonkeyPatch) -> Any:
             rows = [list(range(4, 4 + width)) for _ in range(logits.shape[1])]
             for depth, row in enumerate(rows):
                 if at[0] + depth < len(known):
-                    row[(at[0] + depth) % 3] = known[at[0] + depth]
+                    right, place = known[at[0] + depth], (at[0] + depth) % 3
+                    if right in row:  # no token twice, as in any drafter's row
+                        row[row.index(right)] = row[place]
+                    row[place] = right
             log_probs = torch.log_softmax(-torch.arange(width, dtype=torch.float32), 0)
             return torch.tensor([rows]), log_probs.expand(1, len(rows), width)
 
@@ -99,11 +103,13 @@ def test_paths_are_kept_and_buffers_used_again(knowing: Any, options: dict[str, 
         knowing(expected.sequences)
         new = expected.sequences.shape[1] - prompt
         out, after = run(
-            model, prompt_ids(prompt), new, assistant_model=drafter, ddtree=DDTreeConfig(budget=63), **options
-        )
+            model, prompt_ids(prompt), new, assistant_model=drafter,
+            ddtree=DDTreeConfig(budget=63, record_trees=True), **options,
+        )  # fmt: skip
         assert out.sequences.tolist() == expected.sequences.tolist()
         assert torch.equal(after, state)
         assert out.ddtree_stats.mean_acceptance_length > 2
+        assert_trees_spell(out, prompt)
         built.append(list(model.__dict__["_hf_ddtree_state"].buffers.rounds.values()))
     assert built[0][-1] is built[1][-1]  # of whatever length
 
@@ -336,3 +342,19 @@ def test_rows_that_rounds_wrote_are_cleared() -> None:
     buffers = model.__dict__["_hf_ddtree_state"].buffers
     for cache in (buffers.cache, buffers.context):
         assert not any(bool(layer.keys.any()) or bool(layer.values.any()) for layer in cache.layers)
+
+
+@pytest.mark.usefixtures("stepped")
+def test_other_experts_need_other_graphs() -> None:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**SIZES, head_dim=16, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2)
+    model = Qwen3MoeForCausalLM(config).eval()
+    drafter = tiny_drafter(model)
+    kept = []
+    for implementation in ("grouped_mm", "batched_mm", "grouped_mm"):
+        model.set_experts_implementation(implementation)
+        expected, _ = run(model, prompt_ids(20), 30, **GREEDY)
+        out, _ = run(model, prompt_ids(20), 30, assistant_model=drafter, ddtree={"budget": 7}, **GREEDY)
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        kept.append(list(model.__dict__["_hf_ddtree_state"].buffers.rounds.values())[-1])
+    assert len(set(map(id, kept))) > 1 and kept[0] is not kept[1] is not kept[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StaticCache
 
-from hf_ddtree import DDTreeConfig, DFlashDraftModel
+from hf_ddtree import DDTreeConfig, DFlashDraftModel, compiled
 from hf_ddtree.compat import CACHE_KEY
+from images import FAMILIES as SEEING
+from images import seeing_prompt, tiny_seeing_target
 from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
+from test_precision import NEW, QUANTIZED, SIZES, assert_regret_is_rounding, quantized
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -156,6 +160,71 @@ def test_half_precision_runs(dtype: torch.dtype) -> None:
         model, prompt_ids(12).cuda(), 40, assistant_model=tiny_drafter(model).to("cuda", dtype), ddtree=True, **GREEDY
     )
     assert out.sequences.shape == (1, 52)
+
+
+def test_a_capture_that_fails_on_its_way_leaves_the_generator_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = compiled.Step._verify
+
+    def verify(self: compiled.Step, *args: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            torch.zeros(3, device="cuda").tolist()
+        return original(self, *args)
+
+    monkeypatch.setattr(compiled.Step, "_verify", verify)
+    model = tiny_target("qwen3").cuda()
+    drafter = tiny_drafter(model).cuda()
+    for options in (SAMPLING, GREEDY, SAMPLING):
+        expected, expected_state = run(model, prompt_ids(30).cuda(), 40, **options)
+        out, state = run(model, prompt_ids(30).cuda(), 40, assistant_model=drafter, ddtree=True, **options)
+        assert out.ddtree_stats.path.startswith("plain: the capture failed"), out.ddtree_stats.path
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        assert torch.equal(state, expected_state)
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_images_in_captured_rounds(family: str) -> None:
+    model = tiny_seeing_target(family).cuda()
+    drafter = tiny_drafter(model).cuda()
+    for images in (1, 2, 0):
+        prompt = {name: tensor.cuda() for name, tensor in seeing_prompt(family, images).items()}
+        call = GREEDY | prompt | {"ids": prompt["input_ids"], "new": 40}
+        del call["input_ids"]
+        expected, _ = run(model, **call)
+        out, _ = run(model, **call, assistant_model=drafter, ddtree=DDTreeConfig(budget=15, execution="captured"))
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        assert out.ddtree_stats.path.startswith("captured"), out.ddtree_stats.path
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantized_targets(kind: str, tmp_path: Path) -> None:
+    model = quantized(tiny_target("qwen3", **SIZES), tmp_path, QUANTIZED[kind], device="cuda:0")
+    ids = prompt_ids(20).cuda()
+    text = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+    for dtype in (torch.bfloat16, torch.float16):
+        drafter = tiny_drafter(model).to("cuda", dtype)
+        with scripted(text, 0.9, vocab=256):
+            out, _ = run(model, ids, NEW, assistant_model=drafter, ddtree={"budget": 15}, **GREEDY)
+        if kind.startswith("nf4"):  # what int8 leaves out of its integers depends on all rows, and the texts part
+            assert out.ddtree_stats.mean_acceptance_length > 1.5
+        assert_regret_is_rounding(model, out.sequences, ids.shape[1])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("options", [GREEDY, SAMPLING], ids=["greedy", "warped"])
+def test_layers_on_two_devices(options: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny_target("qwen3").cuda()
+    expected, expected_state = run(model, prompt_ids(20).cuda(), 60, **options)
+    model.save_pretrained(tmp_path)
+    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
+    places |= {f"model.layers.{layer}": layer // 2 for layer in range(4)}
+    split = type(model).from_pretrained(tmp_path, device_map=places)
+    for device in ("cuda:0", "cuda:1"):
+        drafter = tiny_drafter(split).to(device)
+        with scripted(expected.sequences, 0.8):
+            out, state = run(split, prompt_ids(20).cuda(), 60, assistant_model=drafter, ddtree=True, **options)
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        assert torch.equal(state, expected_state)
+        assert out.ddtree_stats.path == "plain: weights lie on several devices"
 
 
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")

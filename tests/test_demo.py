@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import demo
 import smollm2
+import visualize
 from hf_ddtree import DFlashConfig, DFlashDraftModel, DraftTree
 from hf_ddtree.outputs import DDTreeStats, RoundTree
 
@@ -30,6 +31,22 @@ def test_demo_shows_texts_speeds_and_a_tree(tmp_path: Path, capsys: pytest.Captu
     assert any(line.startswith("└─") for line in lines)
     assert lines[-1].startswith("All prompts: generate ")
     assert "same text 2 of 2" in lines[-1]
+
+
+def test_pictures_of_a_generation(tmp_path: Path) -> None:
+    target = smollm2.load_target()
+    config = DFlashConfig.from_target(
+        target.config, target_layer_ids=[1, 14], mask_token_id=16, block_size=8, num_hidden_layers=1
+    )
+    DFlashDraftModel(config).save_pretrained(tmp_path)
+    options = ["Say hello.", "--drafter", str(tmp_path), "--max-new-tokens", "4", "--budget", "5"]
+    for suffix, begin in ((".html", "<!doctype html>"), (".svg", "<svg"), (".dot", "digraph"), (".txt", '"')):
+        file = tmp_path / f"picture{suffix}"
+        visualize.main([*options, "--output", str(file), *(["--round", "1"] if suffix == ".dot" else [])])
+        assert file.read_text(encoding="utf-8").startswith(begin)
+    for wrong in (["--output", "picture.png"], ["--output", "picture.svg", "--round", "9"]):
+        with pytest.raises(SystemExit):
+            visualize.main([*options, *wrong])
 
 
 def test_texts_that_part_are_explained() -> None:

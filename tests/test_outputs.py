@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from comparison import assert_same, assert_several_tokens_a_round, generate, generate_with_trees
+from comparison import assert_same, assert_several_tokens_a_round, assert_trees_spell, generate, generate_with_trees
 from hf_ddtree import DDTreeConfig, DFlashDraftModel, GenerateDDTreeOutput
 from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.outputs import DDTreeStats
@@ -180,3 +180,19 @@ def test_trees_and_times_are_recorded_for_those_who_ask(target: PreTrainedModel,
     assert [len(each.path) + 1 for each in stats.trees] == stats.acceptance_lengths
     assert sum(stats.acceptance_lengths) == NEW - 1
     assert stats.times.keys() == {"prefill", "draft", "verify", "walk", "keep"}
+
+
+@pytest.mark.parametrize("tree", ["best_first", "chain", "static"])
+@pytest.mark.parametrize("options", [{}, SAMPLING, PENALTY], ids=["greedy", "sampling", "by the host"])
+def test_recorded_trees_spell_the_text(
+    target: PreTrainedModel, drafter: DFlashDraftModel, tree: Any, options: dict[str, Any]
+) -> None:
+    """Up to an end within a path, too."""
+    config = DDTreeConfig(budget=15, tree=tree, record_trees=True)
+    expected, _ = generate(target, call(10, **options))
+    out, _ = generate_with_trees(
+        target, drafter, call(10, **options, eos_token_id=expected.sequences[0, -3].item()),
+        expected.sequences[0].tolist(), hit=1.0, config=config,
+    )  # fmt: skip
+    assert out.ddtree_stats.mean_acceptance_length > 2
+    assert_trees_spell(out, 10)

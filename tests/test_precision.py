@@ -26,11 +26,11 @@ ALL = {"llm_int8_skip_modules": ["none"]}  # the output head too
 QUANTIZED = {"nf4": NF4, "nf4 with its head": NF4 | ALL, "int8": INT8, "int8 with its head": INT8 | ALL}
 
 
-def quantized(model: PreTrainedModel, path: Path, options: dict[str, Any]) -> Any:
+def quantized(model: PreTrainedModel, path: Path, options: dict[str, Any], device: str = "cpu") -> Any:
     pytest.importorskip("bitsandbytes")
     model.to(torch.bfloat16).save_pretrained(path)
     config = BitsAndBytesConfig(**options)
-    return type(model).from_pretrained(path, quantization_config=config, dtype=torch.bfloat16, device_map="cpu")
+    return type(model).from_pretrained(path, quantization_config=config, dtype=torch.bfloat16, device_map=device)
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float16", *QUANTIZED])

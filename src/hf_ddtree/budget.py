@@ -6,6 +6,7 @@ n nodes pays by that number over its seconds, and the seconds are learned while 
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Collection, MutableMapping, Sequence
@@ -24,11 +25,13 @@ _SAMPLES = 8  # the latest rounds of a size, whose lower quartile is its cost: w
 _FADE = 0.97  # weight of the rounds before, in what is known of a drafter
 _PRIOR = 1.0  # expected tokens that the drafter's own word counts for
 _CARRIED = 4.0  # expected tokens that earlier calls' experience counts for, at most
-_ROUNDS = 8  # of trees, before single tokens are thought of
+_ROUNDS = 4  # of trees, before single tokens are thought of
 _LATE = 2.0  # times the cost of its size, that a round counts for at most: one that is held up says nothing of trees
 _FORGOTTEN = 128  # rounds without a size, after which its cost is learned anew; twice as many each time
+_KEPT = 0.5  # of what trees have shown before a pause, that counts after it
 _PAUSE = 64  # tokens until trees are tried again; twice as many each time
 CAPTURE_SHARE = 1.0  # of the time spent in rounds, that captures may take
+_HOPE = 0.9  # of what the line through two known sizes says, that a third costs at least
 _LEAST_SHARE = 0.5  # of the smallest tree's round, that a round without one takes at least: it reads the same weights
 
 
@@ -121,7 +124,7 @@ class Experience:
     def add(self, magnitude: int, size: int, seconds: float) -> bool:
         """Note a round. True if more than this size's cost has changed by that."""
         self.decoding += seconds
-        self.rounds += 1
+        self.rounds += size > 0  # while drafting pauses, nothing is forgotten
         self._last[size] = self.rounds
         samples = self.seconds.setdefault(magnitude, {})
         samples[size] = [*samples.get(size, ())[1 - _SAMPLES :], seconds]
@@ -137,20 +140,37 @@ class Experience:
         samples = self.seconds.get(magnitude, {}).get(size, ())
         return sorted(samples)[(len(samples) - 1) // 4] if len(samples) >= _TRIES else None
 
-    def least_costs(self, magnitude: int, sizes: Sequence[int]) -> dict[int, float]:
-        """Seconds that a round of each size takes at least, as far as is known: they grow with size and with text."""
-        known = {size: cost for size in sizes if (cost := self.cost(magnitude, size)) is not None}
-        shorter_texts = [m for m in list(self.seconds) if m < magnitude]  # calls beside this one add to them
-        costs = {}
+    def costs(self, magnitude: int, sizes: Sequence[int]) -> dict[int, float]:
+        """Seconds of a round by size, as seen at this magnitude, else at the nearest; or what it takes at least."""
+        seen: dict[int, dict[int, float]] = {}
+        for m in sorted(self.seconds, key=lambda m: (abs(m - magnitude), m)):
+            seen[m] = {size: cost for size in sizes if (cost := self.cost(m, size)) is not None}
+        known = seen.pop(magnitude, {})
+        costs = dict(known)
         for size in sizes:
-            shorter = [cost for m in shorter_texts if (cost := self.cost(m, size)) is not None]
-            smaller = [cost for s, cost in known.items() if 0 < s < size]
-            larger = [s for s in known if s > size]
-            costs[size] = max(shorter + smaller, default=0.0)
-            if larger and not smaller:
-                share = (size + 1) / (larger[0] + 1) if size else _LEAST_SHARE
-                costs[size] = max(costs[size], share * known[larger[0]])
-        return costs | known
+            for there in seen.values():
+                if size in costs or size not in there:
+                    continue
+                both = [s for s in known if s in there]
+                nearest = min(both, key=lambda s: abs(s - size), default=None)
+                costs[size] = there[size] * (1.0 if nearest is None else known[nearest] / there[nearest])
+        return {size: costs[size] if size in costs else least_cost(size, costs) for size in sizes}
+
+
+def least_cost(size: int, known: dict[int, float]) -> float:
+    """What a round of a size costs at least, if costs grow with sizes, and by no less for each further node."""
+    smaller, larger = sorted(s for s in known if 0 < s < size), sorted(s for s in known if s > size)
+    least = 0.0
+    if smaller:
+        least = known[smaller[-1]]
+    elif larger:
+        least = known[larger[0]] * ((size + 1) / (larger[0] + 1) if size else _LEAST_SHARE)
+    around = [*smaller[-1:], *larger[:1]] if smaller and larger else [*smaller[-2:], *larger[:2]]
+    if size and len(around) == 2:
+        low, high = around
+        slope = (known[high] - known[low]) / (high - low)
+        least = max(least, _HOPE * (known[low] + (size - low) * slope))
+    return least
 
 
 class LearnedBudget(Budget):
@@ -183,10 +203,11 @@ class LearnedBudget(Budget):
         self.experience = experience
         self.ready = () if captured else None
         self._magnitude = length.bit_length()
-        self._costs = experience.least_costs(self._magnitude, self.sizes)
+        self._costs = experience.costs(self._magnitude, self.sizes)
         self._promised: Sequence[float] = ()
         self._pause, self._next_pause = 0, _PAUSE
-        self._rounds, self._tokens, self._seconds = 0, 0.0, 0.0  # of trees since the last pause; the latter two fade
+        self._rounds = 0  # of trees since the last pause
+        self._tokens, self._accepted, self._seconds = 0.0, 0.0, 0.0  # of trees; they fade
         for i, expected in enumerate(experience.expected):
             if expected > _CARRIED:
                 experience.added[i] *= _CARRIED / expected
@@ -219,15 +240,18 @@ class LearnedBudget(Budget):
         if seconds is None:
             return
         known, magnitude = self.experience, length.bit_length()
+        tried_out = known.cost(self._magnitude, nodes) is None
         if known.add(magnitude, nodes, seconds) or magnitude != self._magnitude:
-            self._magnitude, self._costs = magnitude, known.least_costs(magnitude, self.sizes)
+            self._magnitude, self._costs = magnitude, known.costs(magnitude, self.sizes)
         elif (cost := known.cost(magnitude, nodes)) is not None:
             self._costs[nodes] = cost
         if nodes:
             self._correct(nodes, rows)
+        if nodes and not tried_out:
             self._rounds += 1
             seconds = min(seconds, _LATE * self._costs.get(nodes, 0.0) or seconds)
             self._tokens, self._seconds = _FADE * self._tokens + len(rows), _FADE * self._seconds + seconds
+            self._accepted = _FADE * self._accepted + len(rows) - 1
             if self._rounds >= _ROUNDS and self._single_tokens_win():
                 self._rest()
         elif self._pause:
@@ -269,7 +293,9 @@ class LearnedBudget(Budget):
             known.added[bisect_left(self.sizes, row)] += row > 0
 
     def _single_tokens_win(self) -> bool:
-        return self.sizes[0] == 0 and self._is_open(0) and self._tokens * self._costs[0] < self._seconds
+        """Whether they would have been faster, even were the accepted tokens few by chance."""
+        tokens = self._tokens + math.sqrt(1.0 + self._accepted)
+        return self.sizes[0] == 0 and self._is_open(0) and tokens * self._costs[0] < self._seconds
 
     def _rest(self) -> None:
         """Draft nothing for a while."""
@@ -277,7 +303,12 @@ class LearnedBudget(Budget):
             self._pause = _TRIES
             return
         self._pause, self._next_pause = self._next_pause, 2 * self._next_pause
-        self._rounds, self._tokens, self._seconds = 0, 0.0, 0.0
+        self._rounds = 0
+        self._tokens, self._accepted, self._seconds = (
+            _KEPT * self._tokens,
+            _KEPT * self._accepted,
+            _KEPT * self._seconds,
+        )
 
 
 def promises(tree: DraftTree, sizes: Sequence[int]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import weakref
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from transformers.modeling_outputs import ModelOutput
 from . import compat
 from .configuration_ddtree import DDTreeConfig
 from .draft_tree import DraftTree, build_tree
+from .snapshot import Snapshot, take_snapshot
 from .tree_cache import DraftCache
 from .verifier import input_device
 
@@ -84,6 +86,11 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         """
         self._features.append(features.to(self.device, self.dtype))
         self._positions.append(positions.to(self.device))
+
+    @functools.cached_property
+    def snapshots(self) -> tuple[Snapshot, Snapshot]:
+        """What target and drafter are made of in this call."""
+        return take_snapshot(self.target), take_snapshot(self.drafter)
 
     @property
     def pending(self) -> int:

@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules import module as _module
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import LogitsProcessorList
 
@@ -26,7 +24,6 @@ from .verifier import Constants, Verifier
 
 _MOST_ROUNDS = 8  # kinds of calls whose graphs are kept for later ones
 _MOST_STEPS = 16  # of one kind of call
-_NUMBERS = (bool, int, float, str)
 _capturing = threading.Lock()
 
 
@@ -40,13 +37,14 @@ def why_not_captured(
     do_sample: bool,
     synced_gpus: bool,
 ) -> str | None:
-    """Why a call's rounds cannot be steps, or `None`. What has to look at every module comes last."""
+    """Why a call's rounds cannot be steps, or `None`."""
     target, drafter = source.target, source.drafter
     if not buffers.kept:
         return "another call holds the buffers"
     if source.config.execution == "plain":
         return "asked for"
-    if why := _on_one_gpu({tensor.device for model in (target, drafter) for tensor in model.parameters()}):
+    of_target, of_drafter = source.snapshots
+    if why := _on_one_gpu({*of_target.devices, *of_drafter.devices}):
         return why
     if getattr(target, "hf_quantizer", None) is not None:
         return "weights are quantized"
@@ -72,9 +70,9 @@ def why_not_captured(
         return why
     if verifier.step_kwargs:
         return "the caller gives each step arguments of their own"
-    if any(map(_hooked, target.modules())) or any(map(_hooked, drafter.modules())):
+    if of_target.hooked or of_drafter.hooked:
         return "a module has hooks"
-    if any(type(module).__module__.startswith("peft.") for module in target.modules()):
+    if of_target.adapted:
         return "adapters may change between rounds"
     return None
 
@@ -93,14 +91,6 @@ def _on_one_gpu(devices: set[torch.device]) -> str | None:
 def _has_dynamic_rope(model: Any) -> bool:
     config = model.config.get_text_config(decoder=True)
     return any(rope.get("rope_type") == "dynamic" for rope in rope_parameters(config))
-
-
-def _hooked(module: nn.Module) -> bool:
-    """Whether something runs around a module's forward that a graph would not repeat."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    hooks += [*_module._global_forward_hooks.values(), *_module._global_forward_pre_hooks.values()]
-    own = ("transformers.utils.output_capturing", "hf_ddtree.verifier")  # which write what they were asked for only
-    return "forward" in vars(module) or any(getattr(hook, "__module__", None) not in own for hook in hooks)
 
 
 def find_rounds(
@@ -123,7 +113,7 @@ def find_rounds(
     source.reserve(rows)
     layers: list[Any] = [*buffers.cache.layers, *buffers.context.layers]
     places = (layer.is_initialized and layer.keys.data_ptr() for layer in layers)
-    where = (_fingerprint(source.target), _fingerprint(source.drafter), *places)
+    where = (*(snapshot.fingerprint for snapshot in source.snapshots), *places)
     what = (
         source.config.tree, source.config.execution, source.nodes, source.max_depth, budget.sizes, do_sample,
         tuple((type(processor), _values(processor)) for processor in processors),
@@ -163,6 +153,7 @@ def _capture(rounds: Rounds, nodes: int, execution: str) -> Step | str:
     why = ""
     for compiled in (True, False) if execution == "auto" else (False,):
         step: Step | None = None
+        random = _random_state(rounds.device)
         try:
             # One capture at a time, as torch asks.
             with _capturing, torch.inference_mode(False), _on(rounds.device), rounds.restored():
@@ -180,6 +171,7 @@ def _capture(rounds: Rounds, nodes: int, execution: str) -> Step | str:
             return step
         step = None  # behind the error, whose traceback holds it
         _release(rounds.device)
+        _restore_random(rounds.device, random)
         if hopeless:
             break
     return f"plain: the capture failed ({why})"
@@ -198,16 +190,17 @@ def _release(device: torch.device) -> None:
     torch.cuda.empty_cache()
 
 
-def _fingerprint(model: Any) -> int:
-    """Changes with all that a graph has baked in: modules and their numbers, configs, and where weights lie."""
-    seen: list[Any] = [str(model.config.to_dict())]
-    for module in model.modules():  # each call waits for this: no second pass, no generators
-        seen += (id(module), type(module))
-        seen += [value for value in vars(module).values() if type(value) in _NUMBERS]
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                seen += (id(tensor), tensor.data_ptr(), tensor.dtype)
-    return hash(tuple(seen))
+def _random_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _restore_random(device: torch.device, state: torch.Tensor) -> None:
+    """Let torch's generator draw again: a capture that fails on its way leaves it waiting for the graph's end."""
+    if device.type == "cuda":
+        fresh = torch.Generator(device)
+        fresh.set_state(state)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].graphsafe_set_state(fresh.graphsafe_get_state())
 
 
 def _numeric_modes() -> tuple[Any, ...]:
@@ -227,11 +220,15 @@ def _values(processor: Any) -> str:
 
 
 class _NoHostReads(TorchDispatchMode):
-    """Raises where a forward reads a tensor on the host: in a capture that would be too late."""
+    """Raises where a forward reads a tensor on the host, or copies one to it: in a capture that would be too late."""
 
     _READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+    _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self._READS and args[0].device.type != "cpu":
             raise NotImplementedError("a forward that reads tensors on the host")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func in self._COPIES and args[-1].device.type != result.device.type:
+            raise NotImplementedError("a forward that copies tensors between host and device")
+        return result

@@ -127,10 +127,10 @@ class Rounds:
         try:
             yield
         finally:
-            if self.noise is not None:
-                self.noise.give_back(0)
             for tensor, before in zip(state, saved, strict=True):
                 tensor.copy_(before)
+            if self.noise is not None:
+                self.noise.give_back(0)
 
     def fits(self) -> bool:
         """Whether the buffers hold another round."""

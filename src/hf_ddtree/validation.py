@@ -194,8 +194,13 @@ def _is_causal(model: Any) -> bool:
     """
     if hasattr(model, "create_masks_for_generate"):
         return True
-    said = [module.is_causal for module in find_decoder(model)[1].modules() if hasattr(module, "is_causal")]
-    return any(said) or not said
+    silent = True
+    for module in find_decoder(model)[1].modules():
+        if (said := getattr(module, "is_causal", None)) is not None:
+            if said:
+                return True
+            silent = False
+    return silent
 
 
 def _passes_masks_on(model: Any) -> bool:

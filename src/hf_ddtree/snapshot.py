@@ -1,0 +1,61 @@
+"""What a model is made of when a call begins, in one walk: it tells whether graphs of earlier calls still hold."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules import module as _module
+from transformers import PreTrainedConfig
+
+_NUMBERS = (bool, int, float, str)
+_HARMLESS = ("transformers.utils.output_capturing", "hf_ddtree.verifier")  # hooks that write what they were asked for
+
+
+class Snapshot(NamedTuple):
+    """What matters of a model to a graph of its forward."""
+
+    fingerprint: (
+        int  # changes with all that a graph has baked in: modules and their numbers, configs, places of weights
+    )
+    devices: frozenset[torch.device]  # of parameters
+    hooked: bool  # whether something runs around a module's forward that a graph would not repeat
+    adapted: bool  # whether adapters are in it
+
+
+def take_snapshot(model: nn.Module) -> Snapshot:
+    """Walk over a model's modules. Each call waits for this: no second walk, no generators."""
+    seen: list[Any] = []
+    devices: set[torch.device] = set()
+    configs: dict[int, Any] = {}
+    hooks: list[Any] = [*_module._global_forward_hooks.values(), *_module._global_forward_pre_hooks.values()]
+    hooked = adapted = False
+    visited: set[int] = set()
+    waiting: list[Any] = [model]
+    while waiting:
+        module = waiting.pop()
+        if id(module) in visited:
+            continue
+        visited.add(id(module))
+        own = vars(module)
+        waiting += [child for child in own["_modules"].values() if child is not None]
+        seen += (id(module), type(module))
+        seen += [value for value in own.values() if type(value) in _NUMBERS]
+        for tensor in own["_parameters"].values():
+            if tensor is not None:
+                seen += (id(tensor), tensor.data_ptr(), tensor.dtype)
+                devices.add(tensor.device)
+        for tensor in own["_buffers"].values():
+            if tensor is not None:
+                seen += (id(tensor), tensor.data_ptr(), tensor.dtype)
+        hooks += own["_forward_hooks"].values()
+        hooks += own["_forward_pre_hooks"].values()
+        hooked = hooked or "forward" in own
+        adapted = adapted or type(module).__module__.startswith("peft.")
+        if (config := own.get("config")) is not None:
+            configs[id(config)] = config
+    for config in configs.values():  # those within it are some module's
+        seen.append(str([(name, x) for name, x in vars(config).items() if not isinstance(x, PreTrainedConfig)]))
+    hooked = hooked or any(getattr(hook, "__module__", None) not in _HARMLESS for hook in hooks)
+    return Snapshot(hash(tuple(seen)), frozenset(devices), hooked, adapted)
