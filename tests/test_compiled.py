@@ -367,7 +367,7 @@ def test_calls_of_many_kinds_in_turn_find_their_graphs(monkeypatch: pytest.Monke
     monkeypatch.setattr(compiled.Step, "capture", lambda self: captured.append(self.nodes))
     model = tiny_target("llama")
     drafter = tiny_drafter(model)
-    kinds = [{"budget": budget} for budget in (0, 3, 5, 7)]
+    kinds = [{"budget": budget} for budget in (3, 5, 7, 0)]
     kinds += [{"budget": 7, "tree": tree} for tree in ("chain", "static")] + [{"budget": 7, "max_depth": 3}]
     for _ in range(3):
         for options in (GREEDY, SAMPLING):
