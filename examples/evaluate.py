@@ -10,6 +10,9 @@ call. With several turns a method goes on from its own answer, and the whole cha
 
 Started again with the same arguments, it goes on where it was stopped; with several processes, each takes every n-th
 prompt. The last to finish writes `rows.jsonl`, `summary.json` and `summary.md` to the output directory.
+
+With `--simulate` only the plain method answers the prompts. What trees would gain is counted along its texts, and
+predicted with what rounds cost here; a few prompts and minutes are enough. It writes `prediction.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,43 +32,17 @@ import accelerate
 import torch
 import transformers
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_ddtree
 from evaluation_data import Prompt, load_sets
-from evaluation_methods import PLAIN, answer, make_methods, regret, settling
+from evaluation_methods import PLAIN, Pair, converse, load_pair, longest_prompt, make_methods, regret, warm_up
 from evaluation_rows import Key, Row, RowFiles, write_text
 from evaluation_summary import markdown, summarize
-from hf_ddtree import DFlashDraftModel
-from smollm2 import no_progress_bars, prepare_target
-
-WARM_UP = [
-    "Say hello.",
-    "Write a Python function that returns the n-th Fibonacci number.",
-    "Tom has 12 apples and gives a third of them to Anna. How many are left?",
-    "List five tips for a good night's sleep.",
-]
-
-
-class Pair(NamedTuple):
-    """A target and its drafter on this process's device."""
-
-    target: PreTrainedModel
-    drafter: DFlashDraftModel
-    tokenizer: PreTrainedTokenizerBase
-    thinking: bool | None
-
-    def encode(self, messages: list[dict[str, str]]) -> torch.Tensor:
-        """A chat up to where the assistant answers, `(1, L)`; a model without a chat template gets the texts alone."""
-        if not self.tokenizer.chat_template:
-            ids = self.tokenizer("\n\n".join(m["content"] for m in messages), return_tensors="pt").input_ids
-        else:
-            options = {} if self.thinking is None else {"enable_thinking": self.thinking}
-            ids = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **options
-            )["input_ids"]
-        return ids.to(self.target.device)
+from prediction import is_predicted, predict
+from prediction import markdown as markdown_of_predictions
+from smollm2 import prepare_target
 
 
 class Task(NamedTuple):
@@ -104,6 +82,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--attention", help="the target's attention implementation; default: its own choice")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--base", help="what speedups are over; default: compiled generate on CUDA, else generate")
+    parser.add_argument("--simulate", action="store_true", help="predict from one plain run: would it pay here?")
     parser.add_argument("--output", type=Path, required=True, metavar="DIRECTORY")
     arguments = parser.parse_args(argv)
     if min(arguments.temperature) < 0:
@@ -116,15 +95,6 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError("must be 1 or more")
     return value
-
-
-def load_pair(arguments: argparse.Namespace, device: torch.device) -> Pair:
-    path, dtype = arguments.target or prepare_target(), getattr(torch, arguments.dtype)
-    with no_progress_bars():
-        target = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=arguments.attention)
-        drafter = DFlashDraftModel.from_pretrained(arguments.drafter, dtype=dtype)
-    thinking = None if arguments.thinking is None else arguments.thinking == "on"
-    return Pair(target.to(device).eval(), drafter.to(device).eval(), AutoTokenizer.from_pretrained(path), thinking)
 
 
 def make_tasks(
@@ -158,37 +128,11 @@ def make_tasks(
     return groups
 
 
-def longest_prompt(pair: Pair, prompts: list[Prompt], new_tokens: int, most: int) -> int:
-    """Tokens of the longest chat that will be asked; those that are too long, and will be skipped, do not count."""
-    longest = 0
-    for prompt in prompts:
-        messages = prompt.messages + [{"role": "user", "content": text} for text in prompt.later]
-        tokens = pair.encode(messages).shape[1] + len(prompt.later) * (new_tokens + 8)  # answers and their frames
-        longest = max(longest, tokens if tokens + new_tokens <= most else 0)
-    return longest
-
-
-def warm_up(
-    pair: Pair, methods: dict[str, dict[str, Any]], temperatures: Sequence[float], longest: int, new: int
-) -> None:
-    """Compile, capture, allocate and learn, with texts as long as those to come."""
-    texts = [pair.encode([{"role": "user", "content": text}]) for text in WARM_UP]
-    if pair.target.device.type == "cuda":
-        texts.insert(0, texts[1].repeat(1, longest // texts[1].shape[1] + 1)[:, : max(longest, 1)])
-    with settling():
-        for temperature in temperatures:
-            for name, options in methods.items():
-                for ids in texts if name == "ddtree auto" else texts[:2]:
-                    row = answer(pair.target, ids, new, options, temperature)
-                tqdm.write(f"temperature {temperature:g}, {name}: {row.get('path', 'stock')}", file=sys.stderr)
-
-
 def run_task(
     pair: Pair,
     task: Task,
     options: dict[str, Any],
     new_tokens: int,
-    most: int,
     regrets: dict[tuple[int, ...], list[float]],
 ) -> Row:
     """All turns of one prompt with one method.
@@ -198,44 +142,30 @@ def run_task(
         task: Prompt, temperature, method and seed.
         options: Of the method.
         new_tokens: Of each answer.
-        most: Tokens that the target takes.
         regrets: Of texts, prompt included, that were looked at before; added to.
     """
-    prompt = task.prompt
-    row: Row = {"set": prompt.set, "prompt": prompt.index, "method": task.method, "temperature": task.temperature}
-    row |= {"seed": task.seed, "turns": 0, "prompt_tokens": 0, "tokens": 0, "seconds": 0.0}
-    messages, later, texts, gaps = list(prompt.messages), list(prompt.later), [], []
-    torch.manual_seed(task.seed)
-    while True:
-        ids = pair.encode(messages)
-        if ids.shape[1] + new_tokens > most:
-            error = f"{ids.shape[1]} tokens and {new_tokens} new ones are more than the target's {most}"
-            return row | {"error": f"turn {row['turns'] + 1}: {error}"}
-        found = answer(pair.target, ids, new_tokens, options, task.temperature)
-        row["turns"] += 1
-        row["prompt_tokens"] += ids.shape[1]
-        row["tokens"] += len(found["ids"])
-        row["seconds"] += found["seconds"]
-        for name in ("acceptance_lengths", "budgets"):
-            if name in found:
-                row[name] = row.get(name, []) + found[name]
-        if "path" in found:
-            row["path"] = found["path"]
-        if not task.temperature:
-            whole = (*ids[0].tolist(), *found["ids"])
-            if whole not in regrets:
-                regrets[whole] = regret(pair.target, ids, found["ids"])
-            gaps += regrets[whole]
-        texts.append(found["ids"])
-        if not later:
-            break
-        reply = pair.tokenizer.decode(found["ids"], skip_special_tokens=True)
-        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": later.pop(0)}]
+    row: Row = dict(zip(("set", "prompt", "method", "temperature"), task.key, strict=True))
+    turns, error = converse(pair, task.prompt, new_tokens, options, task.temperature, task.seed)
+    row |= {"seed": task.seed, "turns": len(turns), "prompt_tokens": sum(turn.prompt.shape[1] for turn in turns)}
+    row |= {"tokens": sum(len(turn.ids) for turn in turns), "seconds": sum(turn.seconds for turn in turns)}
+    if error:
+        return row | {"error": error}
+    for name in ("acceptance_lengths", "budgets"):
+        if name in turns[0].found:
+            row[name] = [value for turn in turns for value in turn.found[name]]
     if "acceptance_lengths" in row:
         row["rounds"] = len(row["acceptance_lengths"])
-    if gaps:
+    if "path" in turns[0].found:
+        row["path"] = turns[-1].found["path"]
+    if not task.temperature:
+        gaps = []
+        for turn in turns:
+            whole = (*turn.prompt[0].tolist(), *turn.ids)
+            if whole not in regrets:
+                regrets[whole] = regret(pair.target, turn.prompt, turn.ids)
+            gaps += regrets[whole]
         row["regret"] = {"not_best": sum(gap > 0 for gap in gaps), "most": max(gaps)}
-    row["text"] = hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
+    row["text"] = hashlib.sha256(json.dumps([turn.ids for turn in turns]).encode()).hexdigest()[:16]
     return row
 
 
@@ -245,7 +175,6 @@ def run(
     methods: dict[str, dict[str, Any]],
     files: RowFiles,
     new_tokens: int,
-    most: int,
     quiet: bool,
 ) -> None:
     """Do what `files` does not hold yet of `groups`."""
@@ -257,7 +186,7 @@ def run(
             for task in group:
                 if task.key in files.done:
                     continue
-                row = run_task(pair, task, methods[task.method], new_tokens, most, regrets)
+                row = run_task(pair, task, methods[task.method], new_tokens, regrets)
                 files.append(row)
                 bar.update()
                 if "error" in row:
@@ -301,36 +230,41 @@ def describe(pair: Pair, arguments: argparse.Namespace, methods: list[str], budg
 def evaluate(arguments: argparse.Namespace) -> None:
     """All of it: load, go on or begin, run, and summarize when all is there."""
     prompts = load_sets(arguments.data, arguments.prompts)
-    state = PartialState()
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available())
     rank, ranks, device = state.process_index, state.num_processes, state.device
     # Processes share a directory, not a model: none waits for another, and to the models this is no distributed run.
     state.destroy_process_group()
-    pair = load_pair(arguments, device)
+    thinking = None if arguments.thinking is None else arguments.thinking == "on"
+    target = arguments.target or prepare_target()
+    pair = load_pair(target, arguments.drafter, device, arguments.dtype, arguments.attention, thinking)
     cuda = device.type == "cuda"
     budgets = arguments.budgets or ([63, 15, 127, 255] if cuda else [15, 7, 31])
-    most = getattr(pair.target.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    longest = longest_prompt(pair, prompts, arguments.new_tokens, most)
+    longest = longest_prompt(pair, prompts, arguments.new_tokens)
     slots = -(-(longest + arguments.new_tokens) // 256) * 256
     methods = make_methods(pair.drafter, budgets, cuda, slots)
     if unknown := [name for name in arguments.methods or () if name not in methods]:
         raise ValueError(f"there is no method {', '.join(unknown)} here; there are {', '.join(methods)}.")
-    methods = {name: methods[name] for name in arguments.methods or methods}
     base = arguments.base or ("compiled generate" if cuda else "generate")
+    if base not in methods:
+        raise ValueError(f"there is no method {base} here; there are {', '.join(methods)}.")
+    chosen = arguments.methods or list(methods)
+    methods = {name: methods[name] for name in methods if name in (*chosen, *([base] if arguments.simulate else []))}
 
     settings = describe(pair, arguments, list(methods), budgets)
-    files = RowFiles(arguments.output, rank, settings)
+    if arguments.simulate:
+        if rank == 0:  # others would only disturb its times
+            simulate(pair, prompts, methods, base, longest, settings, arguments)
+        return
     plain = arguments.plain_prompts if cuda else None
     groups = make_tasks(prompts, list(methods), arguments.temperature, arguments.seed, plain)
     turns = len(arguments.temperature)
     mine = [group for i, group in enumerate(groups) if i // turns % ranks == rank]
-    due = [[task for task in group if task.key not in files.done] for group in mine]
-    if any(due):
-        needed = {task.method for group in due for task in group}
-        new = arguments.new_tokens if cuda else min(arguments.new_tokens, 32)
-        warm_up(pair, {n: o for n, o in methods.items() if n in needed}, arguments.temperature, longest, new)
-    run(pair, mine, methods, files, arguments.new_tokens, most, quiet=rank > 0)
-
-    rows = files.merge([task.key for group in groups for task in group])
+    with closing(RowFiles(arguments.output, rank, settings)) as files:
+        if needed := {task.method for group in mine for task in group if task.key not in files.done}:
+            new = arguments.new_tokens if cuda else min(arguments.new_tokens, 32)
+            warm_up(pair, {n: o for n, o in methods.items() if n in needed}, arguments.temperature, longest, new)
+        run(pair, mine, methods, files, arguments.new_tokens, quiet=rank > 0)
+        rows = files.merge([task.key for group in groups for task in group])
     if rows is None:
         print(f"process {rank} is done; the last one merges.", file=sys.stderr)
         return
@@ -339,6 +273,31 @@ def evaluate(arguments: argparse.Namespace) -> None:
     write_text(arguments.output / "summary.json", json.dumps(summary, indent=1) + "\n")
     write_text(arguments.output / "summary.md", markdown(summary))
     print(markdown(summary))
+
+
+def simulate(
+    pair: Pair,
+    prompts: list[Prompt],
+    methods: dict[str, dict[str, Any]],
+    base: str,
+    longest: int,
+    settings: dict[str, Any],
+    arguments: argparse.Namespace,
+) -> None:
+    """Write and print what methods would gain."""
+    if "ddtree" in methods[base] or "speculation_type" in methods[base]:
+        raise ValueError(f"a prediction begins with plain decoding, and {base} is not that.")
+    fixed = {name: options for name, options in methods.items() if name == base or is_predicted(options)}
+    new_tokens = arguments.new_tokens
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    warm_up(pair, fixed, arguments.temperature, longest, min(new_tokens, 32))
+    found = [
+        predict(pair, prompts, fixed, base, temperature, arguments.seed, new_tokens)
+        for temperature in arguments.temperature
+    ]
+    write_text(arguments.output / "prediction.json", json.dumps({"settings": settings, "predictions": found}) + "\n")
+    write_text(arguments.output / "prediction.md", markdown_of_predictions(found))
+    print(markdown_of_predictions(found))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,17 +3,80 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from evaluation_data import Prompt
 from hf_ddtree import DDTreeConfig, DFlashDraftModel, budget
+from smollm2 import no_progress_bars
 
+WARM_UP = [
+    "Say hello.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Tom has 12 apples and gives a third of them to Anna. How many are left?",
+    "List five tips for a good night's sleep.",
+]
 PLAIN = ("generate", "native chain")  # neither captured nor compiled
+
+
+class Pair(NamedTuple):
+    """A target and its drafter on one device."""
+
+    target: PreTrainedModel
+    drafter: DFlashDraftModel
+    tokenizer: PreTrainedTokenizerBase
+    thinking: bool | None = None
+
+    def encode(self, messages: list[dict[str, str]]) -> torch.Tensor:
+        """A chat up to where the assistant answers, `(1, L)`; a model without a chat template gets the texts alone."""
+        if not self.tokenizer.chat_template:
+            ids = self.tokenizer("\n\n".join(m["content"] for m in messages), return_tensors="pt").input_ids
+        else:
+            options = {} if self.thinking is None else {"enable_thinking": self.thinking}
+            ids = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **options
+            )["input_ids"]
+        return ids.to(self.target.device)
+
+    @property
+    def most(self) -> int:
+        """Tokens that the target takes."""
+        config = self.target.config.get_text_config(decoder=True)
+        return getattr(config, "max_position_embeddings", None) or sys.maxsize
+
+
+def load_pair(
+    target: str | Path,
+    drafter: str | Path,
+    device: torch.device,
+    dtype: str,
+    attention: str | None = None,
+    thinking: bool | None = None,
+) -> Pair:
+    """Load both, from directories or a hub.
+
+    Args:
+        target, drafter: Directory or id.
+        device: Where they go.
+        dtype: Of both, as torch calls it.
+        attention: The target's implementation; default: its own choice.
+        thinking: What the chat template is told as `enable_thinking`, if anything.
+    """
+    with no_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(
+            target, dtype=getattr(torch, dtype), attn_implementation=attention
+        )
+        draft_model = DFlashDraftModel.from_pretrained(drafter, dtype=getattr(torch, dtype))
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    return Pair(model.to(device).eval(), draft_model.to(device).eval(), tokenizer, thinking)
 
 
 def make_methods(
@@ -106,6 +169,67 @@ def answer(
     elif rounds is not None:
         row["acceptance_lengths"] = rounds.lengths
     return row
+
+
+class Turn(NamedTuple):
+    """One answer."""
+
+    prompt: torch.Tensor  # (1, L)
+    found: dict[str, Any]  # of `answer`
+
+    @property
+    def ids(self) -> list[int]:
+        return self.found["ids"]
+
+    @property
+    def seconds(self) -> float:
+        return self.found["seconds"]
+
+
+def converse(
+    pair: Pair, prompt: Prompt, new_tokens: int, options: dict[str, Any], temperature: float, seed: int
+) -> tuple[list[Turn], str | None]:
+    """All turns of a prompt, each after the answers before; and why it ended early, if it did.
+
+    Each turn's prompt is the whole chat, with the answers as text.
+    """
+    messages, later, turns = list(prompt.messages), list(prompt.later), []
+    torch.manual_seed(seed)
+    while True:
+        ids = pair.encode(messages)
+        if ids.shape[1] + new_tokens > pair.most:
+            sizes = f"{ids.shape[1]} tokens and {new_tokens} new ones are more than the target's {pair.most}"
+            return turns, f"turn {len(turns) + 1}: {sizes}"
+        turns.append(Turn(ids, answer(pair.target, ids, new_tokens, options, temperature)))
+        if not later:
+            return turns, None
+        reply = pair.tokenizer.decode(turns[-1].ids, skip_special_tokens=True)
+        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": later.pop(0)}]
+
+
+def longest_prompt(pair: Pair, prompts: list[Prompt], new_tokens: int) -> int:
+    """Tokens of the longest chat that will be asked; those that are too long, and will be skipped, do not count."""
+    longest = 0
+    for prompt in prompts:
+        messages = prompt.messages + [{"role": "user", "content": text} for text in prompt.later]
+        tokens = pair.encode(messages).shape[1] + len(prompt.later) * (new_tokens + 8)  # answers and their frames
+        longest = max(longest, tokens if tokens + new_tokens <= pair.most else 0)
+    return longest
+
+
+def warm_up(
+    pair: Pair, methods: dict[str, dict[str, Any]], temperatures: Sequence[float], longest: int, new_tokens: int
+) -> None:
+    """Compile, capture, allocate and learn, on a GPU with texts as long as those to come."""
+    texts = [pair.encode([{"role": "user", "content": text}]) for text in WARM_UP]
+    if pair.target.device.type == "cuda":
+        texts.insert(0, texts[1].repeat(1, longest // texts[1].shape[1] + 1)[:, : max(longest, 1)])
+    with settling():
+        for temperature in temperatures:
+            for name, options in methods.items():
+                for ids in texts if name == "ddtree auto" else texts[:2]:
+                    row = answer(pair.target, ids, new_tokens, options, temperature)
+                tqdm.write(f"temperature {temperature:g}, {name}: {row.get('path', 'stock')}", file=sys.stderr)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 Row = dict[str, Any]
 Key = tuple[str, int, str, float]
@@ -33,7 +33,7 @@ class RowFiles:
         settings: What the rows depend on.
 
     Raises:
-        ValueError: The directory holds rows of other settings.
+        ValueError: The directory holds rows of other settings, or another process of this rank writes there.
         OSError: It cannot be written.
     """
 
@@ -41,6 +41,11 @@ class RowFiles:
         self.directory = directory
         self.path = directory / f"rows-{rank}.jsonl"
         directory.mkdir(parents=True, exist_ok=True)
+        self._own = FileLock(directory / f".rows-{rank}.lock", timeout=0)
+        try:
+            self._own.acquire()
+        except Timeout:
+            raise ValueError(f"another process writes to {self.path} already.") from None
         with self.lock():
             self._check(settings)
             rows = read_rows(self.directory)
@@ -50,7 +55,12 @@ class RowFiles:
 
     def lock(self) -> FileLock:
         """Held by one process at a time."""
-        return FileLock(self.directory / "lock")
+        return FileLock(self.directory / ".lock")
+
+    def close(self) -> None:
+        """Let others write here."""
+        self._file.close()
+        self._own.release()
 
     def append(self, row: Row) -> None:
         """Write a row, to the disk itself."""
@@ -61,7 +71,7 @@ class RowFiles:
 
     def merge(self, keys: Iterable[Key]) -> list[Row] | None:
         """All rows in the order of `keys`, in `rows.jsonl` too; `None` while some are missing."""
-        self._file.close()
+        self.close()
         with self.lock():
             rows = {key_of(row): row for row in read_rows(self.directory)}
             merged = [rows[key] for key in keys if key in rows]

@@ -47,9 +47,9 @@ SIZES: dict[str, Any] = {
 WORDS = ["<pad>", "<s>", "</s>", "<mask>", "<unk>", "abcdef", *(f"w{i}" for i in range(VOCAB - 6))]
 
 
-def word_tokenizer() -> PreTrainedTokenizerFast:
+def word_tokenizer(vocab: int = VOCAB) -> PreTrainedTokenizerFast:
     """A word for each id of the tiny targets."""
-    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS[:vocab])}, unk_token="<unk>"))
     backend.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,

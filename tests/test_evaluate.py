@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import evaluate
+import evaluation_methods
 import evaluation_rows
 from scripted import tiny_drafter, tiny_target, word_tokenizer
 
@@ -26,7 +26,7 @@ SETS = {"words": [{"prompt": f"w1 w2 w{i}"} for i in range(4)], "chats": [{"turn
 def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Arguments for a random target and drafter, and two files of prompts."""
     directory = tmp_path_factory.mktemp("pair")
-    target = tiny_target("llama", max_position_embeddings=64)
+    target = tiny_target("llama", max_position_embeddings=128)
     target.save_pretrained(directory / "target")
     word_tokenizer().save_pretrained(directory / "target")
     tiny_drafter(target).save_pretrained(directory / "drafter")
@@ -78,11 +78,11 @@ def test_every_method_answers_every_prompt(pair: list[str], tmp_path: Path) -> N
 def test_a_killed_run_goes_on_with_another_number_of_processes(pair: list[str], tmp_path: Path) -> None:
     output = tmp_path / "run"
     script = Path(evaluate.__file__)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    port = ["--main_process_port", "0", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     arguments = [*pair, "--temperature", "0", "1", "--new-tokens", "40", "--output", str(output)]
+    # What `accelerate launch` runs on several GPUs; on a CPU it asks for MPI.
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[1] / "src")}
-    process = subprocess.Popen([*launch, *port, str(script), *arguments], env=environment, start_new_session=True)
+    process = psutil.Popen([*launch, str(script), *arguments], env=environment)
 
     def lines() -> list[int]:
         return [path.read_bytes().count(b"\n") for path in output.glob("rows-*.jsonl")]
@@ -92,8 +92,10 @@ def test_a_killed_run_goes_on_with_another_number_of_processes(pair: list[str], 
             assert process.poll() is None
             time.sleep(0.05)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        family = [process, *process.children(recursive=True)] if process.is_running() else []
+        for member in family:
+            member.kill()
+        psutil.wait_procs(family)
     parts = sorted(output.glob("rows-*.jsonl"))
     assert len(parts) == 2
     before = {path: path.read_bytes() for path in parts}
@@ -114,7 +116,7 @@ def test_what_is_done_is_not_done_again(
 ) -> None:
     arguments = [*pair, "--methods", "generate", "ddtree 3", "--prompts", "2", "--output", str(tmp_path)]
     assert evaluate.main(arguments) == 0
-    monkeypatch.setattr(evaluate, "answer", lambda *_: pytest.fail("was done before"))
+    monkeypatch.setattr(evaluation_methods, "answer", lambda *_: pytest.fail("was done before"))
     assert evaluate.main([*arguments, "--base", "ddtree 3"]) == 0
     assert json.loads((tmp_path / "summary.json").read_text())["base"] == "ddtree 3"
     capsys.readouterr()
@@ -174,14 +176,14 @@ def test_a_prompt_longer_than_the_target_is_skipped(
     pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = tmp_path / "mixed.jsonl"
-    prompts = [{"prompt": "w1 " * 53}, {"prompt": "w1 w2"}, {"turns": ["w1 " * 26, "w1 " * 16]}]
+    prompts = [{"prompt": "w1 " * 117}, {"prompt": "w1 w2"}, {"turns": ["w1 " * 60, "w1 " * 60]}]
     data.write_text("".join(json.dumps(row) + "\n" for row in prompts))
     arguments = [*pair, "--methods", "generate", "chain", "--output", str(tmp_path / "run")]
     assert evaluate.main([*arguments, "--data", str(data)]) == 0
     rows = read(tmp_path / "run" / "rows.jsonl")
     assert [row.get("error", "")[:6] for row in rows] == ["turn 1", "turn 1", "", "", "turn 2", "turn 2"]
-    assert rows[0]["error"] == "turn 1: 53 tokens and 12 new ones are more than the target's 64"
-    assert "skipped mixed 0: turn 1: 53 tokens" in capsys.readouterr().err
+    assert rows[0]["error"] == "turn 1: 117 tokens and 12 new ones are more than the target's 128"
+    assert "skipped mixed 0: turn 1: 117 tokens" in capsys.readouterr().err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert [(skipped["set"], skipped["prompt"]) for skipped in summary["skipped"]] == [("mixed", 0), ("mixed", 2)]
     assert summary["tables"][0]["methods"]["chain"]["prompts"] == 1
@@ -209,3 +211,34 @@ def test_slow_methods_get_evenly_spread_prompts() -> None:
     assert plain == [*(("a", i) for i in (0, 2, 4, 6, 8)), ("b", 0), ("b", 1)]
     assert [len({task.seed for group in groups[i : i + 2] for task in group}) for i in range(0, 24, 2)] == [1] * 12
     assert sum(task.method == "chain" for group in groups for task in group) == 24
+
+
+def test_a_prediction_counts_the_rounds_of_real_runs(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path_factory.mktemp("small_vocabulary")  # trees of a random drafter hold a good part of the text
+    target = tiny_target("llama", vocab_size=9, initializer_range=0.6, max_position_embeddings=128)
+    target.save_pretrained(directory / "target")
+    word_tokenizer(9).save_pretrained(directory / "target")
+    tiny_drafter(target).save_pretrained(directory / "drafter")
+    rows = [*({"prompt": f"w1 w2 w{i}"} for i in range(3)), {"turns": ["w1", "w3 w4"]}, {"prompt": "w1 " * 117}]
+    (directory / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["--target", str(directory / "target"), "--drafter", str(directory / "drafter"), "--dtype", "float32"]
+    arguments += ["--data", str(directory / "words.jsonl"), "--new-tokens", "30", "--budgets", "5", "20"]
+    arguments += ["--temperature", "0", "1", "--output", str(tmp_path)]
+    assert evaluate.main([*arguments, "--simulate"]) == 0
+    assert "would pay" in capsys.readouterr().out
+    assert evaluate.main(arguments) == 0
+    predictions = json.loads((tmp_path / "prediction.json").read_text())["predictions"]
+    real = [t["methods"] for t in json.loads((tmp_path / "summary.json").read_text())["tables"]]
+    for predicted, measured in zip(predictions, real, strict=True):
+        assert set(predicted["methods"]) == set(measured) - {"native chain", "ddtree auto"}
+        for name, row in predicted["methods"].items():
+            assert row["ms per round"] > 0 and row["speedup"] > 0
+            if name != "generate":
+                assert row["tokens per round"] == pytest.approx(measured[name]["tokens per round"]["value"])
+        lengths = predicted["by budget"]
+        assert len(lengths) == 21
+        assert lengths[0] == 1 and lengths[5] == predicted["methods"]["ddtree 5"]["tokens per round"]
+        assert lengths[20] > 1.5
+        assert [row["prompt"] for row in predicted["skipped"]] == [4]
