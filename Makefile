@@ -16,8 +16,8 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 PYTEST := -m pytest -n logical --maxprocesses=4 --dist=worksteal
 # What another transformers can change: all but the tests of the real model, its training and its demo.
-VERSIONED := $(addprefix --ignore=tests/test_,acceptance.py demo.py real_pair.py smollm2.py train_drafter.py \
-	training_data.py)
+VERSIONED := $(addprefix --ignore=tests/test_,acceptance.py demo.py examples.py real_pair.py smollm2.py \
+	train_any_target.py train_drafter.py training_data.py)
 
 # $(call run_tests,environment,arguments)
 define run_tests

@@ -26,7 +26,6 @@ matplotlib.use("svg")
 pyplot.rcParams |= {"svg.hashsalt": "hf_ddtree", "svg.fonttype": "none"}  # the same file from the same figures
 
 Rows = list[dict[str, Any]]
-DRAWS = 1000  # of the prompts, for an interval
 STAGES = {"draft": "tab:blue", "verify": "tab:orange", "walk": "tab:green", "keep": "tab:red", "round": "tab:purple"}
 
 
@@ -92,33 +91,34 @@ def draw_stages(stages: dict[str, dict[str, float]], title: str, file: Path) -> 
     save(figure, file)
 
 
-def draw_budgets(rows: Rows, base: str, title: str, file: Path) -> None:
-    """Speedup over `base` and tokens a round of the rows of one temperature, by method, trees by budget."""
-    methods = sorted({row["method"] for row in rows if row.get("rounds")}, key=place_of)
-    based = {key_of(row): row for row in rows if row["method"] == base}
-    sets = list(dict.fromkeys(row["set"] for row in rows))
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
-    for index, name in enumerate(sets):
-        shift = 0.1 * (index - (len(sets) - 1) / 2)
-        for best_first in (True, False):  # a line through the budgets, points for the rest
-            style: dict[str, Any] = {"fmt": "-o" if best_first else "o", "color": f"C{index}", "capsize": 3}
-            speedups, tokens = [], []
-            for place, method in enumerate(methods):
-                own = [row for row in rows if (row["set"], row["method"]) == (name, method)]
-                if bool(re.fullmatch(r"ddtree \d+", method)) != best_first or not own:
-                    continue
-                tokens.append((place + shift, *interval([round_sums(row) for row in own])))
-                if pairs := [(row, based[key_of(row)]) for row in own if key_of(row) in based]:
-                    speedups.append((place + shift, *interval([speed_sums(*pair) for pair in pairs])))
-            for axes, points in ((left, speedups), (right, tokens)):
+def draw_budgets(tables: dict[str, dict[str, Any]], base: str, title: str, file: Path) -> None:
+    """Speedup over `base` and tokens a round at one temperature, by method, trees by budget.
+
+    Args:
+        tables: Of each set, the figures of each method.
+    """
+    has_rounds = {name for table in tables.values() for name, row in table.items() if "tokens per round" in row}
+    methods = sorted(has_rounds, key=place_of)
+    figure, both = pyplot.subplots(1, 2, figsize=(11, 4))
+    for index, (name, table) in enumerate(tables.items()):
+        shift = 0.1 * (index - (len(tables) - 1) / 2)
+        for axes, what in zip(both, ("speedup", "tokens per round"), strict=True):
+            for best_first in (True, False):  # a line through the budgets, points for the rest
+                points = [
+                    (place + shift, row["value"], row["low"], row["high"])
+                    for place, method in enumerate(methods)
+                    if bool(re.fullmatch(r"ddtree \d+", method)) == best_first
+                    and (row := table.get(method, {}).get(what))
+                ]
                 if points:
                     x, y, low, high = np.array(points).T
+                    style: dict[str, Any] = {"fmt": "-o" if best_first else "o", "color": f"C{index}", "capsize": 3}
                     axes.errorbar(x, y, (y - low, high - y), **style, label=name if best_first else None)
-    for axes, what in ((left, f"speedup over {base}"), (right, "tokens a round")):
+    for axes, what in zip(both, (f"speedup over {base}", "tokens a round"), strict=True):
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set(ylabel=what, ylim=(0, None), xticks=range(len(methods)))
         axes.set_xticklabels(methods, rotation=30, ha="right")
-    right.legend()
+    both[1].legend()
     figure.suptitle(title)
     save(figure, file)
 
@@ -146,15 +146,15 @@ def draw_acceptance(rows: Rows, title: str, file: Path) -> None:
 
 def draw_evaluation(directory: Path) -> Iterator[Path]:
     rows = [json.loads(line) for line in (directory / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
-    rows = [row for row in rows if row.get("seconds")]  # not those that were skipped
     summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
-    methods = {row["method"] for row in rows}
-    base = next(method for method in ("compiled generate", "generate") if method in methods)
     for temperature in sorted({row["temperature"] for row in rows}):
-        own = [row for row in rows if row["temperature"] == temperature]
-        title = f"temperature {temperature:g}, {summary.get('device', 'unknown device')}"
-        draw_budgets(own, base, title, file := directory / f"budgets_t{temperature:g}.svg")
+        title = f"temperature {temperature:g}, {summary['settings']['device']}"
+        tables = {t["set"]: t["methods"] for t in summary["tables"] if t["temperature"] == temperature}
+        if len(tables) > 1:
+            tables.pop("all prompts", None)
+        draw_budgets(tables, summary["base"], title, file := directory / f"budgets_t{temperature:g}.svg")
         yield file
+        own = [row for row in rows if row["temperature"] == temperature]
         draw_acceptance(own, title, file := directory / f"acceptance_t{temperature:g}.svg")
         yield file
 
@@ -165,30 +165,6 @@ def place_of(method: str) -> tuple[int, int]:
     kinds = ("one token", "chain", "static", "ddtree")
     kind = next((place for place, kind in enumerate(kinds) if kind in method), len(kinds))
     return kind + (method == "ddtree auto"), budget
-
-
-def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row.get(name) for name in ("set", "prompt", "turn", "thinking"))
-
-
-def speed_sums(row: dict[str, Any], base: dict[str, Any]) -> tuple[float, ...]:
-    return row["tokens"], row["seconds"], base["tokens"], base["seconds"]
-
-
-def round_sums(row: dict[str, Any]) -> tuple[float, ...]:
-    return sum(row["acceptance_lengths"]), len(row["acceptance_lengths"]), 1, 1
-
-
-def interval(prompts: list[tuple[float, ...]]) -> tuple[float, float, float]:
-    """The ratio of the first sums to the second, over that of the third to the fourth; and its 95% interval."""
-
-    def ratio(sums: np.ndarray) -> np.ndarray:  # (..., 4)
-        return sums[..., 0] / sums[..., 1] / (sums[..., 2] / sums[..., 3])
-
-    each = np.array(prompts)
-    draws = np.random.default_rng(0).integers(len(each), size=(DRAWS, len(each)))
-    low, high = np.percentile(ratio(each[draws].sum(1)), [2.5, 97.5])
-    return float(ratio(each.sum(0))), float(low), float(high)
 
 
 def speed(rows: Rows) -> float:
@@ -209,11 +185,10 @@ def main(argv: list[str] | None = None) -> None:
         for report in sorted(directory.glob(pattern)):
             draw(json.loads(report.read_text()), report.with_suffix(".svg"))
             print(report.with_suffix(".svg"))
-    for report in [*sorted(directory.glob("speed*.json")), *directory.glob("summary.json")]:
-        summary = json.loads(report.read_text())
-        if summary.get("stages"):
+    for report in sorted(directory.glob("speed*.json")):
+        if (speeds := json.loads(report.read_text())).get("stages"):
             file = report.with_name(f"{report.stem}_stages.svg")
-            draw_stages(summary["stages"], summary["device"], file)
+            draw_stages(speeds["stages"], speeds["device"], file)
             print(file)
     if (directory / "rows.jsonl").exists():
         for file in draw_evaluation(directory):

@@ -11,7 +11,6 @@ the best one in one forward over the text; rounding alone makes some of them pos
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -19,9 +18,7 @@ import json
 import platform
 import statistics
 import sys
-import time
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,65 +27,9 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import hf_ddtree
-from hf_ddtree import DDTreeConfig, DFlashDraftModel, budget
+from evaluation_methods import PLAIN, WARM_UP, answer, make_methods, regret, settling
+from hf_ddtree import DFlashDraftModel
 from smollm2 import PROMPT_FILES, chat_ids, load_prompts, load_target, load_tokenizer, no_progress_bars
-from timing import synchronize
-
-WARM_UP = [
-    "Say hello.",
-    "Write a Python function that returns the n-th Fibonacci number.",
-    "Tom has 12 apples and gives a third of them to Anna. How many are left?",
-    "List five tips for a good night's sleep.",
-]
-
-
-def make_methods(drafter: DFlashDraftModel, budgets: list[int], cuda: bool) -> dict[str, dict[str, Any]]:
-    """Arguments of `generate` by the name of the method."""
-    trees = {f"ddtree {budget}": DDTreeConfig(budget=budget) for budget in budgets} | {
-        "one token a round": DDTreeConfig(budget=0),
-        "chain": DDTreeConfig(tree="chain", budget=drafter.config.block_size - 1),
-        f"static tree {budgets[0]}": DDTreeConfig(tree="static", budget=budgets[0]),
-        "ddtree auto": DDTreeConfig(),
-    }
-    stock: dict[str, dict[str, Any]] = {"generate": {}}
-    if cuda:
-        stock["compiled generate"] = {"cache_implementation": "static", "max_cache_len": 1024}
-    stock["native chain"] = {"assistant_model": drafter, "speculation_type": "dflash"}
-    return stock | {name: {"assistant_model": drafter, "ddtree": config} for name, config in trees.items()}
-
-
-@contextlib.contextmanager
-def settling() -> Iterator[None]:
-    """Let graphs of other sizes be captured at once, rather than when decoding has paid for them."""
-    original, budget.CAPTURE_SHARE = budget.CAPTURE_SHARE, float("inf")
-    try:
-        yield
-    finally:
-        budget.CAPTURE_SHARE = original
-
-
-def answer(target: Any, ids: torch.Tensor, new_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
-    """One call: its new ids and seconds, and what trees say of it."""
-    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new_tokens, "do_sample": False} | options
-    synchronize()
-    start = time.perf_counter()
-    out = target.generate(ids, return_dict_in_generate=True, **call)
-    synchronize()
-    seconds = time.perf_counter() - start
-    row = {"ids": out.sequences[0, ids.shape[1] :].tolist(), "seconds": seconds}
-    stats = getattr(out, "ddtree_stats", None)
-    if stats is not None:
-        row |= {"rounds": stats.rounds, "budgets": stats.budgets, "path": stats.path, "times": stats.times}
-    return row
-
-
-@torch.no_grad()
-def regret(target: Any, ids: torch.Tensor, new_ids: list[int]) -> list[float]:
-    """How far each new token's logit lies below the best, in one forward over the text."""
-    text = torch.cat([ids, torch.tensor([new_ids], device=ids.device)], dim=1)
-    logits = target(text).logits[0, ids.shape[1] - 1 : -1].float()
-    chosen = logits.gather(1, text[0, ids.shape[1] :, None])[:, 0]
-    return (logits.amax(dim=1) - chosen).tolist()
 
 
 def summarize(rows: list[dict[str, Any]], base: str) -> dict[str, dict[str, float]]:
@@ -100,7 +41,7 @@ def summarize(rows: list[dict[str, Any]], base: str) -> dict[str, dict[str, floa
     table = {}
     for name, own in by_method.items():
         same = [base_rows[row["set"], row["prompt"]] for row in own]
-        rounds = sum(r.get("rounds", 0) for r in own)
+        rounds = sum(len(r.get("acceptance_lengths", ())) for r in own)
         nodes = [nodes for r in own for nodes in r.get("budgets", ())]
         table[name] = {
             "prompts": len(own),
@@ -122,7 +63,9 @@ def speed(rows: list[dict[str, Any]]) -> float:
 
 def compact(row: dict[str, Any]) -> dict[str, Any]:
     """What is worth keeping of a call."""
-    kept = {name: row[name] for name in ("set", "prompt", "method", "seconds", "rounds") if name in row}
+    kept = {name: row[name] for name in ("set", "prompt", "method", "seconds")}
+    if "acceptance_lengths" in row:
+        kept["rounds"] = len(row["acceptance_lengths"])
     if budgets := row.get("budgets"):
         kept["nodes"] = round(statistics.mean(budgets), 2)
     text = hashlib.sha256(str(row["ids"]).encode()).hexdigest()[:8]
@@ -156,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
     target, tokenizer = load_target(dtype).to(device), load_tokenizer()
     with no_progress_bars():
         drafter = DFlashDraftModel.from_pretrained(arguments.drafter, dtype=dtype).to(device)
-    methods = make_methods(drafter, arguments.budgets or ([63, 15, 127, 255] if cuda else [15, 7, 31]), cuda)
+    methods = make_methods(drafter, arguments.budgets or ([63, 15, 127, 255] if cuda else [15, 7, 31]), cuda, 1024)
     methods = {name: methods[name] for name in arguments.methods or methods}
     base = "compiled generate" if cuda else "generate"
     where = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} threads of a CPU"
@@ -188,7 +131,7 @@ def main(argv: list[str] | None = None) -> None:
         for index in range(count):
             ids = chat_ids(tokenizer, prompts[index * len(prompts) // count]).to(device)
             is_plain = index * plain // count != (index - 1) * plain // count  # evenly spread as well
-            due = [method for method in methods if is_plain or not cuda or method not in ("generate", "native chain")]
+            due = [method for method in methods if is_plain or not cuda or method not in PLAIN]
             first = next(turn) % len(due)
             regrets: dict[tuple[int, ...], list[float]] = {}
             for method in (*due[first:], *due[:first]):
@@ -205,7 +148,7 @@ def main(argv: list[str] | None = None) -> None:
         if "ddtree" in options:
             timed = options | {"ddtree": dataclasses.replace(options["ddtree"], record_times=True)}
             answers = [answer(target, ids, arguments.new_tokens, timed) for ids in warm_up]
-            rounds = sum(row["rounds"] for row in answers)
+            rounds = sum(len(row["acceptance_lengths"]) for row in answers)
             stages[method] = {
                 stage: 1e3 * sum(row["times"].get(stage, 0.0) for row in answers) / rounds
                 for stage in ("draft", "verify", "walk", "keep", "round")

@@ -23,6 +23,7 @@ import json
 import os
 import platform
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -104,7 +105,10 @@ def make_tasks(
     seed: int,
     plain_prompts: int | None = None,
 ) -> list[list[Task]]:
-    """For each prompt and temperature the methods in their order, each time beginning with the next.
+    """The methods for each prompt at each temperature, every time beginning with the next.
+
+    One temperature after the other, since each has graphs of its own; and all sets side by side, so that a run that is
+    stopped has some of each.
 
     Args:
         prompts: Of all sets.
@@ -113,16 +117,20 @@ def make_tasks(
         seed: Of the first prompt; each has another.
         plain_prompts: How many of each set, evenly spread, the methods of `PLAIN` get; default: all.
     """
-    sizes = {name: sum(prompt.set == name for prompt in prompts) for name in {prompt.set for prompt in prompts}}
+    sizes = Counter(prompt.set for prompt in prompts)
     seen = dict.fromkeys(sizes, 0)
-    groups = []
+    places = []
     for number, prompt in enumerate(prompts):
-        size, place = sizes[prompt.set], seen[prompt.set]
+        place, size = seen[prompt.set], sizes[prompt.set]
         seen[prompt.set] += 1
         plain = min(plain_prompts or size, size)
         is_plain = place * plain // size != (place - 1) * plain // size
-        for temperature in temperatures:
-            due = [name for name in methods if is_plain or name not in PLAIN]
+        due = [name for name in methods if is_plain or name not in PLAIN]
+        places.append(((place + 0.5) / size, number, prompt, due))
+    places.sort(key=lambda entry: entry[:2])
+    groups = []
+    for temperature in temperatures:
+        for _, number, prompt, due in places:
             first = len(groups) % len(due) if due else 0
             groups.append([Task(prompt, temperature, name, seed + number) for name in due[first:] + due[:first]])
     return groups
@@ -257,8 +265,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         return
     plain = arguments.plain_prompts if cuda else None
     groups = make_tasks(prompts, list(methods), arguments.temperature, arguments.seed, plain)
-    turns = len(arguments.temperature)
-    mine = [group for i, group in enumerate(groups) if i // turns % ranks == rank]
+    mine = groups[rank::ranks]
     with closing(RowFiles(arguments.output, rank, settings)) as files:
         if needed := {task.method for group in mine for task in group if task.key not in files.done}:
             new = arguments.new_tokens if cuda else min(arguments.new_tokens, 32)

@@ -2,9 +2,13 @@
 
     python examples/train_drafter.py data/conversations.npz drafter/ --seconds 900
 
-Any causal LM can be the target (`--target`): widths come from its config. `conversations.npz` is what
-`training_data.py` writes. A run that ends early (`--max-steps`, `--max-seconds`, or stopped after a checkpoint) goes
-on where it was when the command is given again.
+`conversations.npz` is what `training_data.py` writes. A run that ends early (`--max-steps`, `--max-seconds`, or
+stopped after a checkpoint) goes on where it was when the command is given again.
+
+Any causal LM that `ddtree=True` takes can be the target (`--target`): widths, taps and mask token come from its config
+and tokenizer, its embedding and head are asked as drafting asks them, and before the first step a fresh drafter drafts
+for it, so that a target that cannot be used is named at once. Memory goes by rows * anchors * block size * vocabulary:
+lower `--rows` or `--anchors` where the vocabulary is large.
 
 The recipe is DFlash's (arXiv 2602.06036): at random anchors inside answers a block of mask tokens is filled in one
 pass, from the target's hidden states before the anchor; cross-entropy in which earlier positions weigh more.
@@ -16,7 +20,9 @@ import argparse
 import copy
 import dataclasses
 import math
+import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +32,20 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from hf_ddtree import DFlashConfig, DFlashDraftModel
+from hf_ddtree import DFlashConfig, DFlashDraftModel, release_buffers
+from hf_ddtree.candidate_generator import draft_logits, embed_tokens
+from hf_ddtree.verifier import FeatureTaps, find_decoder, layer_kinds
 from smollm2 import prepare_target
+
+SMOLLM2_MASK = 16  # `<empty_output>`, which the model was not trained with
 
 
 @dataclasses.dataclass
@@ -42,7 +58,8 @@ class Recipe:
 
     layers: int = 4
     block_size: int = 16
-    mask_token_id: int = 16  # a token that the target never emits
+    mask_token_id: int = SMOLLM2_MASK  # a token that the target never emits
+    taps: list[int] | None = None  # tap layers; by default `default_taps`
     steps: int = 10_000
     seconds: float | None = None
     warmup: int = 200
@@ -135,36 +152,102 @@ def draw_batch(data: Batch, recipe: Recipe, step: int) -> tuple[Batch, torch.Ten
 
 
 def default_taps(layers: int, count: int = 5) -> list[int]:
-    """Tap layers as DFlash spreads them: evenly from layer 1 to the third last."""
-    return [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]
+    """Tap layers as DFlash spreads them: evenly from layer 1 to the third last; fewer in a shallow target."""
+    first = min(1, layers - 1)
+    last = max(first, layers - 3)
+    return sorted({round(first + i * (last - first) / (count - 1)) for i in range(count)})
+
+
+def choose_mask_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> int:
+    """A token that the target never emits.
+
+    The first of these that there is: the tokenizer's mask token; a row of the embedding behind the tokenizer's last
+    token; a special token that its name says is reserved or unused.
+
+    Args:
+        rows: of the target's embedding that stand for tokens (`vocab_size`).
+
+    Raises:
+        ValueError: there is none.
+    """
+    if tokenizer.mask_token_id is not None and tokenizer.mask_token_id < rows:
+        return int(tokenizer.mask_token_id)
+    vocabulary = tokenizer.get_vocab()
+    if (behind := max(vocabulary.values()) + 1) < rows:
+        return behind
+    named = sorted(
+        id for token, id in vocabulary.items() if re.fullmatch(r"[<\[].*(reserved|unused).*[>\]]", token, re.I)
+    )
+    if not named:
+        raise ValueError(
+            "The target's tokenizer has no mask token, no unused id and no reserved token: name a token that the "
+            "target never emits with `--mask-token-id`."
+        )
+    return named[0]
+
+
+def fresh_drafter(target: PreTrainedModel, recipe: Recipe) -> DFlashDraftModel:
+    """A drafter with new weights, in float32, that has drafted a few tokens for the target.
+
+    Raises:
+        ValueError: the target cannot be used, or the recipe does not fit it.
+    """
+    config = target.config.get_text_config(decoder=True)
+    overrides = {}
+    if getattr(config, "intermediate_size", None) is None:
+        overrides["intermediate_size"] = 4 * config.hidden_size
+    drafter_config = DFlashConfig.from_target(
+        target.config,
+        target_layer_ids=recipe.taps or default_taps(config.num_hidden_layers),
+        mask_token_id=recipe.mask_token_id,
+        block_size=recipe.block_size,
+        num_hidden_layers=recipe.layers,
+        **overrides,
+    )
+    drafter = DFlashDraftModel(drafter_config)
+    ids = torch.ones(1, 4, dtype=torch.long, device=target.device)
+    drafting = copy.deepcopy(drafter).to(target.device, target.dtype)
+    target.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        assistant_model=drafting,
+        ddtree={"budget": 3, "execution": "plain"},
+        generation_config=GenerationConfig(max_new_tokens=4, do_sample=False),
+    )
+    release_buffers(target)
+    return drafter
 
 
 class TapFeatures(nn.Module):
     """Outputs of a frozen target's tap layers, concatenated: the drafter's context."""
 
-    def __init__(self, target: PreTrainedModel, taps: list[int]) -> None:
+    def __init__(self, target: PreTrainedModel, taps: Sequence[int]) -> None:
         super().__init__()
-        self.decoder = target.get_decoder()
-        # What comes after the last tap is not needed.
-        self.decoder.layers = self.decoder.layers[: max(taps) + 1]
-        self.outputs: list[torch.Tensor] = []
-        for tap in taps:
-            self.decoder.layers[tap].register_forward_hook(self._keep)
-
-    def _keep(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        self.outputs.append(output[0] if isinstance(output, tuple) else output)
+        self.decoder, self.layers = find_decoder(target)
+        self.taps = FeatureTaps(target, taps)
+        self.kinds = dict(layer_kinds(target.config.get_text_config(decoder=True)))
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> torch.Tensor:  # (B, C, taps * H)
-        length = batch.ids.shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool, device=batch.ids.device).tril()
-        same = batch.document[:, :, None] == batch.document[:, None, :]
         dtype = self.decoder.dtype
-        mask = additive(same & causal, dtype)[:, None]
-        self.decoder(input_ids=batch.ids, position_ids=batch.position, attention_mask=mask, use_cache=False)
-        features = torch.cat(self.outputs, dim=-1)
-        self.outputs.clear()
-        return features
+        masks = {kind: additive(packed_mask(batch, kind, size), dtype)[:, None] for kind, size in self.kinds.items()}
+        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        with self.taps.recording() as chunks:
+            self.decoder(input_ids=batch.ids, position_ids=batch.position, attention_mask=mask, use_cache=False)
+        return torch.cat([chunk for (chunk,) in chunks.values()], dim=-1)
+
+
+def packed_mask(batch: Batch, kind: str, size: int | None) -> torch.Tensor:
+    """What a token sees in a layer: itself and what is before it in its conversation and window. `(B, C, C)`."""
+    length = batch.ids.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=batch.ids.device).tril()
+    visible = (batch.document[:, :, None] == batch.document[:, None, :]) & causal
+    if size is not None and kind == "chunked_attention":
+        chunk = batch.position // size
+        visible &= chunk[:, :, None] == chunk[:, None, :]
+    elif size is not None:
+        visible &= causal.triu(1 - size)
+    return visible
 
 
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -173,13 +256,15 @@ def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class BlockLoss(nn.Module):
-    """The drafter's loss at given anchors; embedding and head are the target's and stay as they are."""
+    """The drafter's loss at given anchors; embedding and head are the target's and stay as they are.
+
+    They are asked as drafting asks them: with the scale of an embedding, the soft cap of a head, and so on.
+    """
 
     def __init__(self, drafter: DFlashDraftModel, target: PreTrainedModel, decay: float) -> None:
         super().__init__()
         self.drafter, self.decay = drafter, decay
-        self.register_buffer("embedding", target.get_input_embeddings().weight.detach(), persistent=False)
-        self.register_buffer("head", target.get_output_embeddings().weight.detach(), persistent=False)
+        self.target = (target,)  # no module of this one: it is neither trained nor part of checkpoints
 
     def forward(self, features: torch.Tensor, batch: Batch, anchors: torch.Tensor) -> torch.Tensor:
         size = self.drafter.config.block_size
@@ -190,7 +275,8 @@ class BlockLoss(nn.Module):
 
         tokens = torch.full_like(columns, self.drafter.config.mask_token_id)
         tokens[:, :, 0] = batch.ids.gather(1, anchors)
-        noise = F.embedding(tokens.flatten(1), self.embedding)
+        (target,) = self.target
+        noise = embed_tokens(target, tokens.flatten(1), self.drafter)
         block_position = batch.position.gather(1, anchors)[:, :, None] + offsets
         hidden = self.drafter(
             noise_embeds=noise,
@@ -205,7 +291,7 @@ class BlockLoss(nn.Module):
         labels = batch.ids.gather(1, columns.clamp(max=length - 1).flatten(1)).flatten()
         end = batch.answer_end.gather(1, anchors)[:, :, None]
         weights = torch.exp((1 - offsets[1:]) / self.decay) * ((columns < end) & used[:, :, None])
-        logits = F.linear(hidden.flatten(0, 2).to(self.head.dtype), self.head)
+        logits = draft_logits(target, hidden.flatten(0, 2), self.drafter)
         losses = F.cross_entropy(logits.float(), labels.long(), reduction="none")
         return (losses * weights.flatten()).sum() / weights.sum().clamp(min=1.0)
 
@@ -267,7 +353,7 @@ def train(
     """Train a drafter for `target` and save it to `out`; go on from the checkpoint in `out`, if there is one.
 
     Args:
-        target: the frozen target. Layers after the last tap are cut off.
+        target: the frozen target.
         max_steps: stop after so many steps of this call, with a checkpoint.
         max_seconds: stop after so many seconds of this call, with a checkpoint.
         checkpoint_seconds: seconds between checkpoints.
@@ -279,22 +365,15 @@ def train(
     start = time.monotonic()
     accelerator = Accelerator(mixed_precision="bf16" if target.dtype == torch.bfloat16 else "no")
     torch.manual_seed(recipe.seed)
-    taps = default_taps(target.config.get_text_config().num_hidden_layers)
-    config = DFlashConfig.from_target(
-        target.config,
-        target_layer_ids=taps,
-        mask_token_id=recipe.mask_token_id,
-        block_size=recipe.block_size,
-        num_hidden_layers=recipe.layers,
-    )
-    drafter = DFlashDraftModel(config)  # fp32 master weights
     target = target.to(accelerator.device).eval().requires_grad_(False)
+    drafter = fresh_drafter(target, recipe)  # fp32 master weights
+    assert drafter.config.target_layer_ids is not None
     loss_module = BlockLoss(drafter, target, recipe.decay)
-    features = TapFeatures(target, taps)
+    features = TapFeatures(target, drafter.config.target_layer_ids)
     if compile_step:
-        for layer in features.decoder.layers:
-            layer.forward = torch.compile(layer.forward, fullgraph=True)
-        loss_module.forward = torch.compile(loss_module.forward, fullgraph=True)
+        for layer in features.layers:
+            layer.forward = torch.compile(layer.forward)
+        loss_module.forward = torch.compile(loss_module.forward)
     progress = Progress()
     loss_module, *optimizers = accelerator.prepare(loss_module, *make_optimizers(drafter, recipe))
     accelerator.register_for_checkpointing(progress)
@@ -304,6 +383,10 @@ def train(
     if recipe.seconds is None:
         progress.total = recipe.steps
     data = load_conversations(conversations, recipe.row_length, accelerator.device)
+    if not len(data.ids):
+        raise ValueError(
+            f"{conversations} has no conversation of at most {recipe.row_length} tokens (`--row-length`)."
+        )
 
     losses: list[torch.Tensor] = []
     before = progress.seconds
@@ -350,7 +433,7 @@ def save_drafter(drafter: DFlashDraftModel, out: Path) -> None:
     copy.deepcopy(drafter).to(torch.bfloat16).save_pretrained(out, max_shard_size="12MB")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("conversations", type=Path, help="what training_data.py wrote")
     parser.add_argument("out", type=Path, help="directory for the drafter and the run's checkpoint")
@@ -359,22 +442,35 @@ def main() -> None:
     parser.add_argument(
         "--max-seconds", type=float, default=math.inf, help="stop after so long; the next call goes on"
     )
-    for field in dataclasses.fields(Recipe):
+    parser.add_argument(
+        "--mask-token-id", type=int, help="a token that the target never emits; default: see `choose_mask_token`"
+    )
+    parser.add_argument("--taps", type=int, nargs="+", help="tap layers, from 0; default: see `default_taps`")
+    fields = [field for field in dataclasses.fields(Recipe) if field.name not in ("mask_token_id", "taps")]
+    for field in fields:
         kind = float if field.name in ("seconds", "decay", "learning_rate", "weight_decay", "clip") else int
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
-    arguments = vars(parser.parse_args())
-    recipe = Recipe(**{field.name: arguments.pop(field.name) for field in dataclasses.fields(Recipe)})
+    arguments = parser.parse_args(argv)
     cuda = torch.cuda.is_available()
     torch.set_float32_matmul_precision("high")
     dtype = torch.bfloat16 if cuda else torch.float32
-    target = AutoModelForCausalLM.from_pretrained(arguments["target"] or prepare_target(), dtype=dtype)
+    target = AutoModelForCausalLM.from_pretrained(arguments.target or prepare_target(), dtype=dtype)
+    mask = arguments.mask_token_id
+    if mask is None and arguments.target is None:
+        mask = SMOLLM2_MASK
+    elif mask is None:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+        mask = choose_mask_token(tokenizer, target.config.get_text_config(decoder=True).vocab_size)
+        print(f"The mask token is {mask}, {tokenizer.convert_ids_to_tokens(mask)!r}.")
     train(
         target,
-        arguments["conversations"],
-        arguments["out"],
-        recipe,
-        max_steps=arguments["max_steps"],
-        max_seconds=arguments["max_seconds"],
+        arguments.conversations,
+        arguments.out,
+        Recipe(
+            mask_token_id=mask, taps=arguments.taps, **{field.name: vars(arguments)[field.name] for field in fields}
+        ),
+        max_steps=arguments.max_steps,
+        max_seconds=arguments.max_seconds,
         compile_step=cuda,
     )
 

@@ -13,6 +13,7 @@ import plots
 import round_cost
 import smollm2
 import speed
+from evaluation_summary import summarize
 from hf_ddtree import DFlashConfig, DFlashDraftModel, capture, compiled
 
 
@@ -66,7 +67,7 @@ def evaluation_rows() -> list[dict[str, Any]]:
     for temperature in (0.0, 1.0):
         for name, length in (("easy", 4), ("hard", 2)):
             for prompt in range(5):
-                shared = {"set": name, "prompt": prompt, "temperature": temperature, "tokens": 9}
+                shared = {"set": name, "prompt": prompt, "temperature": temperature, "tokens": 9, "text": ""}
                 plain = {"rounds": None, "acceptance_lengths": None}
                 rows += [
                     shared | plain | {"method": method, "seconds": 2.0} for method in ("generate", "compiled generate")
@@ -75,29 +76,28 @@ def evaluation_rows() -> list[dict[str, Any]]:
                     lengths = [length] * (8 // length)
                     tree = {"method": method, "rounds": len(lengths), "acceptance_lengths": lengths, "seconds": 1.0}
                     rows.append(shared | tree)
-                rows.append(plain | {"method": "ddtree 15", "error": "the prompt is too long"})
+                rows.append(shared | plain | {"prompt": 5, "method": "ddtree 15", "error": "the prompt is too long"})
     return rows
 
 
 def test_plots_of_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [json.dumps(row) for row in evaluation_rows()]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    methods = list(dict.fromkeys(row["method"] for row in evaluation_rows()))
+    summary = summarize(evaluation_rows(), methods, "compiled generate") | {"settings": {"device": "a device"}}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
     stages = {"chain": {"draft": 1.0, "verify": 2.5, "round": 0.0}, "ddtree 15": {"round": 4.0}}
-    (tmp_path / "summary.json").write_text(json.dumps({"device": "a device", "stages": stages}))
+    rows = [
+        {"set": "easy", "prompt": 0, "method": name, "tokens": 9, "seconds": 1.0} for name in ("generate", "chain")
+    ]
+    about = {"device": "a device", "dtype": "float32", "base": "generate", "rows": rows}
+    (tmp_path / "speed_1.json").write_text(json.dumps(about | {"stages": stages}))
     plots.main([str(tmp_path)])
-    names = ["summary_stages", "budgets_t0", "acceptance_t0", "budgets_t1", "acceptance_t1"]
+    names = ["speed_1", "speed_1_stages", "budgets_t0", "acceptance_t0", "budgets_t1", "acceptance_t1"]
     assert capsys.readouterr().out.split() == [str(tmp_path / f"{name}.svg") for name in names]
     texts = [re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / f"{name}.svg").read_text()) for name in names]
     methods = ["chain", "static tree 63", "ddtree 15", "ddtree 127", "ddtree auto"]
-    assert [text for text in texts[1] if text in methods] == methods * 2
-    assert {"easy", "hard", "speedup over compiled generate", "temperature 0, a device"} <= set(texts[1])
-    assert {f"{method}: 2.67 on average" for method in methods} <= set(texts[2])
-    assert {"draft", "verify", "round"} <= set(texts[0]) and "walk" not in texts[0]
-
-
-def test_intervals_hold_the_ratio_of_sums() -> None:
-    prompts = [(4.0, 2.0, 1.0, 1.0), (10.0, 2.0, 3.0, 1.0)]  # 14 / 4 over 4 / 2
-    ratio, low, high = plots.interval(prompts)
-    assert ratio == 1.75
-    assert low == pytest.approx(5 / 3) and high == pytest.approx(2.0)  # one prompt twice
-    assert plots.interval(prompts[:1] * 3) == (2.0, 2.0, 2.0)
+    assert [text for text in texts[2] if text in methods] == methods * 2
+    assert {"easy", "hard", "speedup over compiled generate", "temperature 0, a device"} <= set(texts[2])
+    assert {f"{method}: 2.67 on average" for method in methods} <= set(texts[3])
+    assert {"draft", "verify", "round"} <= set(texts[1]) and "walk" not in texts[1]

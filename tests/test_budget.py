@@ -317,6 +317,16 @@ def test_where_results_must_not_depend_on_time_the_budget_is_fixed() -> None:
     assert set(out.ddtree_stats.budgets[:-1]) == {15}
 
 
+def test_processes_that_share_no_target_learn_each_for_itself() -> None:
+    model = tiny_target("llama")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        out, _ = run(model, prompt_ids(20), 60, assistant_model=tiny_drafter(model), ddtree=True, **GREEDY)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert set(out.ddtree_stats.budgets[:-1]) > {15}
+
+
 def test_what_was_learned_stays_with_the_pair(clock: Any) -> None:
     clock[0] = steep
     model = tiny_target("llama")

@@ -358,3 +358,19 @@ def test_other_experts_need_other_graphs() -> None:
         assert out.sequences.tolist() == expected.sequences.tolist()
         kept.append(list(model.__dict__["_hf_ddtree_state"].buffers.rounds.values())[-1])
     assert len(set(map(id, kept))) > 1 and kept[0] is not kept[1] is not kept[2]
+
+
+@pytest.mark.usefixtures("stepped")
+def test_calls_of_many_kinds_in_turn_find_their_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when methods are compared, prompt by prompt."""
+    captured = []
+    monkeypatch.setattr(compiled.Step, "capture", lambda self: captured.append(self.nodes))
+    model = tiny_target("llama")
+    drafter = tiny_drafter(model)
+    kinds = [{"budget": budget} for budget in (3, 5, 7, 0)]
+    kinds += [{"budget": 7, "tree": tree} for tree in ("chain", "static")] + [{"budget": 7, "max_depth": 3}]
+    for _ in range(3):
+        for options in (GREEDY, SAMPLING):
+            for kind in kinds:
+                run(model, prompt_ids(20), 12, assistant_model=drafter, ddtree=kind, **options)
+    assert len(captured) == 2 * len(kinds)

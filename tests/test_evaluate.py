@@ -208,9 +208,10 @@ def test_bad_input_is_said(
 def test_slow_methods_get_evenly_spread_prompts() -> None:
     prompts = [evaluate.Prompt("a", i, []) for i in range(10)] + [evaluate.Prompt("b", i, []) for i in range(2)]
     groups = evaluate.make_tasks(prompts, ["generate", "chain"], [0.0, 1.0], 7, plain_prompts=5)
-    plain = [task.prompt[:2] for group in groups[::2] for task in group if task.method == "generate"]
+    plain = sorted(task.prompt[:2] for group in groups[:12] for task in group if task.method == "generate")
     assert plain == [*(("a", i) for i in (0, 2, 4, 6, 8)), ("b", 0), ("b", 1)]
-    assert [len({task.seed for group in groups[i : i + 2] for task in group}) for i in range(0, 24, 2)] == [1] * 12
+    assert [len({task.seed for group in groups[i::12] for task in group}) for i in range(12)] == [1] * 12
+    assert len({task.prompt.set for group in groups[:4] for task in group}) > 1  # side by side
     assert sum(task.method == "chain" for group in groups for task in group) == 24
 
 

@@ -13,6 +13,7 @@ from collections.abc import Collection, MutableMapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .candidate_generator import DDTreeCandidateGenerator
 from .configuration_ddtree import first_size
@@ -341,8 +342,7 @@ def make_budget(
         return Budget([config.budget])
     first = min(first_size(device.type), most)
     # What is measured differs from run to run, and from rank to rank.
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed or torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled() or _is_shared(source.target):
         return Budget([first])
     sizes = [*(size for size in config.sizes(device.type) if size < most), most]
     key = (
@@ -351,3 +351,10 @@ def make_budget(
     )  # fmt: skip
     experience = experiences.setdefault(source.drafter, {}).setdefault(key, Experience(sizes))
     return LearnedBudget(sizes, first, experience, length, captured)
+
+
+def _is_shared(target: Any) -> bool:
+    """Whether ranks hold parts of one target, and have to run the same rounds."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    return (getattr(target, "tp_size", None) or 1) > 1 or any(isinstance(p, DTensor) for p in target.parameters())

@@ -78,6 +78,12 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         self._positions: list[torch.Tensor] = []
 
     def append(self, features: torch.Tensor, positions: torch.Tensor) -> None:
+        """Add newly committed tokens to the context, from the next draft on.
+
+        Args:
+            features: `(B, P, taps * H)`, the tap layers' outputs; any device and dtype.
+            positions: `(B, P)` int64.
+        """
         self._features.append(features.to(self.device, self.dtype))
         self._positions.append(positions.to(self.device))
 
@@ -92,19 +98,32 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         return sum(features.shape[1] for features in self._features)
 
     def reserve(self, ahead: int) -> None:
-        """Make room for `ahead` tokens behind those that are pending, and for two blocks."""
+        """Make room in the context for `ahead` tokens behind those that are pending, and for two blocks."""
         self.cache.reserve(self.cache.length + self.pending + ahead + 2 * self.block_size)
 
     def propose(
         self, root: torch.Tensor, position: torch.Tensor, depth: int, candidates: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `DraftSource`."""
+        """Draft one block in one pass of the drafter (DFlash, arXiv 2602.06036).
+
+        Args:
+            root: `(B, 1)` int64, the bonus token.
+            position: `(B, 1)` int64, its position.
+            depth: D, tokens to draft; at most the block size minus one.
+            candidates: K, tokens of each depth.
+
+        Returns:
+            Ids `(B, D, K)` int64 and their log-probs `(B, D, K)` float32, best first, where `root` is.
+        """
         hidden = self._draft(root, position)[:, 1 : depth + 1]
         token_ids, log_probs = best_candidates(draft_logits(self.target, hidden, self.drafter), candidates)
         return token_ids.to(root.device), log_probs.to(root.device)
 
     def draft_tree(self, root: torch.Tensor, position: torch.Tensor, depth: int) -> DraftTree:
-        """The tree of one round, at most `depth` deep; of no nodes at depth 0, and then nothing is drafted."""
+        """The tree of one round behind `root (B, 1)` at `position (B, 1)`, at most `depth` deep.
+
+        At depth 0 it has no nodes, and nothing is drafted.
+        """
         depth = min(depth, self.max_depth, self.nodes)
         if depth < 1:
             if self.pending >= _MOST_PENDING:
@@ -114,7 +133,7 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         return build_tree(self.config.tree, token_ids, log_probs, self.nodes)
 
     def absorb(self, root: torch.Tensor, position: torch.Tensor) -> None:
-        """Make what is pending part of the context, ahead of the next draft."""
+        """Make what is pending part of the context, ahead of the next draft behind `root` at `position`."""
         if self._features:
             self._draft(root, position)
 
@@ -189,6 +208,13 @@ class DDTreeCandidateGenerator(CandidateGenerator):
     ) -> tuple[torch.LongTensor, None]:
         """The most probable chain behind `input_ids (1, L)`, for stock `_assisted_decoding`.
 
+        Args:
+            input_ids: `(1, L)` int64, the whole text.
+            model_kwargs: As the caller gives them to the target; `position_ids` is read.
+            model_outputs: Of the target's last forward, with the hidden states that `model_kwargs_overrides` asks for.
+            is_first_iteration: Whether the target has not run yet; then there is nothing to draft from.
+            n_last_matches: Drafted tokens that the target has just accepted.
+
         Returns:
             `(1, L + depth)` ids, and `None`: without logits the caller compares tokens, whatever it samples.
         """
@@ -207,7 +233,7 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         return torch.cat([input_ids, token_ids[:, :, 0]], dim=1), None  # type: ignore[return-value]
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Nothing to learn from a round."""
+        """Nothing to learn from a round: `input_ids`, `scores` and `num_matches` are not looked at."""
 
 
 class DraftContext:

@@ -22,7 +22,7 @@ from .target_state import Buffers
 from .tree_cache import rows_ahead
 from .verifier import Constants, Verifier
 
-_MOST_ROUNDS = 8  # kinds of calls whose graphs are kept for later ones
+_MOST_ROUNDS = 16  # kinds of calls whose graphs are kept for later ones
 _MOST_STEPS = 16  # of one kind of call
 _capturing = threading.Lock()
 

@@ -80,10 +80,11 @@ class DDTreeConfig:
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> DDTreeConfig:
-        """The inverse of `to_dict`; missing keys take their defaults.
+        """The inverse of `to_dict`: missing keys of `options` take their defaults.
 
         Raises:
-            ValueError: A key is unknown.
+            ValueError: A key is unknown, or a value out of range.
+            TypeError: A value has the wrong type.
         """
         known = [field.name for field in fields(cls)]
         if unknown := sorted(set(map(str, options)) - set(known)):
@@ -108,7 +109,11 @@ class DDTreeConfig:
         raise TypeError(f"`ddtree` must be True, False, a DDTreeConfig or a dict of its options, got {value!r}.")
 
     def sizes(self, device_type: str) -> tuple[int, ...]:
-        """The numbers of nodes that rounds on a device may have, ascending."""
+        """The numbers of nodes that rounds may have on a device of this type ("cpu", "cuda"), ascending.
+
+        Args:
+            device_type: `torch.device.type` of the target.
+        """
         if self.budget == "auto":
             return _SIZES_CPU if device_type == "cpu" else _SIZES
         return (self.budget,) if isinstance(self.budget, int) else tuple(sorted(set(self.budget)))

@@ -35,6 +35,8 @@ class DFlashConfig(Qwen3Config):
             Factor of the rows of the target's embedding. By default they are what the target's embedding gives.
         output_multiplier, final_logit_softcapping (`float`, *optional*):
             Factor of the draft's logits, then their soft cap. By default those of the target.
+        sliding_window (`int`, *optional*):
+            Rows that a sliding layer (`layer_types`) sees; required where there is one.
         draft_vocab_size (`int`, *optional*):
             Tokens that the drafter was trained to draft, if not all; which ones is in its weights (`t2d`).
 
@@ -93,6 +95,9 @@ class DFlashConfig(Qwen3Config):
             block_size: Positions of a block, bonus token included.
             num_hidden_layers: Layers of the drafter.
             overrides: Any other field of the config.
+
+        Raises:
+            ValueError: A field is unknown to the config's checks, as a sliding layer without a `sliding_window`.
         """
         text_config = target_config.get_text_config(decoder=True)
         first_layer = (getattr(text_config, "per_layer_config", None) or [text_config])[0]  # layers may differ
@@ -131,7 +136,7 @@ class DFlashConfig(Qwen3Config):
         return cls(**(fields | overrides))
 
     def layer_is_causal(self, layer_idx: int) -> bool:
-        """Whether a block's rows see only the rows before them in this layer."""
+        """Whether a block's rows see only the rows before them in layer `layer_idx` of the drafter, from 0."""
         return self.layer_types[layer_idx] == "sliding_attention" if self.causal is None else self.causal
 
     def require_complete(self) -> None:

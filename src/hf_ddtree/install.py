@@ -74,7 +74,11 @@ class _DDTreeOption:
 
 
 def install() -> None:
-    """Put the hooks in. `import hf_ddtree` does it; a second time changes nothing."""
+    """Put the hooks into transformers: `generate`, its config and pipelines then know `ddtree=`.
+
+    `import hf_ddtree` does it, and a second time changes nothing. A version of transformers outside of the tested
+    range is warned of.
+    """
     if _installed:
         return
     warn_if_untested()
@@ -89,7 +93,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take the hooks out, each only if it is still ours."""
+    """Take the hooks out of transformers again, each only if it is still ours."""
     for (owner, name), (hook, original) in _installed.items():
         if owner.__dict__.get(name) is not hook:
             continue

@@ -147,12 +147,18 @@ class DFlashPreTrainedModel(PreTrainedModel):
 
 class DFlashDraftModel(DFlashPreTrainedModel):
     """
-    The drafter of DFlash: one pass over a block gives a hidden state for each of its positions. It has neither
-    embedding nor output head; both are the target's. `t2d`, where there is one, says which of the target's tokens it
-    drafts.
+    The drafter of DFlash (arXiv 2602.06036): one pass over a block gives a hidden state for each of its positions. It
+    has neither embedding nor output head; both are the target's. `t2d`, a `(V,)` bool buffer where there is one, says
+    which of the target's tokens it drafts.
 
     `from_pretrained` reads the published checkpoints (safetensors only, no remote code) and fails on missing,
     unexpected or misshapen weights.
+
+    Args:
+        config: The drafter's; of a new one usually `DFlashConfig.from_target(...)`.
+
+    Raises:
+        ValueError: The config lacks a required value, or one is out of range.
     """
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -172,7 +178,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-        """Load a drafter from a directory or hub id; arguments as [`PreTrainedModel.from_pretrained`].
+        """Load a drafter; further arguments as in [`PreTrainedModel.from_pretrained`].
+
+        Args:
+            pretrained_model_name_or_path: Directory or hub id.
 
         Raises:
             ValueError: The config lacks a required value, or the weights do not fit it exactly.
@@ -235,6 +244,8 @@ class DFlashDraftModel(DFlashPreTrainedModel):
                 `(B, past + C + Q)` with 0 for padding, or an additive mask `(B, 1, Q, past + C + Q)`.
             cache (`Cache`, *optional*):
                 Grows by C + Q rows; the caller crops the block's Q rows again. `past_key_values` is its older name.
+            use_cache (`bool`, *optional*):
+                Without effect; what decides is whether there is a cache.
 
         Returns:
             `BaseModelOutput`: `last_hidden_state` of shape `(B, Q, H)`, after the final norm. Row k goes through the

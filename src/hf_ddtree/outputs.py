@@ -45,7 +45,8 @@ class DDTreeStats:
             As another call's `budget` they make the same trees again.
         path: How rounds ran: compiled or captured in one CUDA graph, or "plain" launches of one operation at a time
             and why.
-        times: Seconds by stage over all rounds, when asked for (`record_times`); a captured round is one stage.
+        times: Seconds by stage, when asked for (`record_times`): `prefill` (the prompt), then over all rounds `draft`,
+            `verify`, `walk` and `keep`, or `round` where they are captured in one graph.
         trees: Each round's tree, when asked for (`record_trees`).
     """
 
@@ -75,7 +76,15 @@ class DDTreeStats:
     def add_round(
         self, budget: int, root: torch.Tensor, tree: DraftTree, rows: Sequence[int], keep_tree: bool
     ) -> None:
-        """Note one round: its tree and the rows (root 0, then nodes + 1) that committed a token."""
+        """Note one round.
+
+        Args:
+            budget: Nodes that were asked for.
+            root: `(1, 1)`, the bonus token's id.
+            tree: What was verified, fields `(1, N)`.
+            rows: Those that committed a token: root (0), then accepted nodes + 1.
+            keep_tree: Keep a copy of the tree on the CPU.
+        """
         self.acceptance_lengths.append(len(rows))
         self.node_counts.append(tree.token_ids.shape[1])
         self.budgets.append(budget)
@@ -85,7 +94,7 @@ class DDTreeStats:
 
     @contextmanager
     def time(self, stage: str, device: torch.device | None) -> Iterator[None]:
-        """Add the time of a stage; without a device, nothing is measured."""
+        """Add the seconds of a stage; without a `device` to wait for, nothing is measured."""
         if device is None:
             yield
             return
@@ -104,7 +113,8 @@ class GenerateDDTreeOutput(CacheAlias, GenerateDecoderOnlyOutput):
     Args:
         ddtree_stats (`DDTreeStats`): Rounds, acceptance lengths, node counts.
 
-    The cache is readable as `cache` and as `past_key_values`, whatever the version calls it.
+    `sequences` is `(1, L)` int64, prompt included. The cache is readable as `cache` and as `past_key_values`, whatever
+    the version calls it.
     """
 
     ddtree_stats: DDTreeStats | None = None

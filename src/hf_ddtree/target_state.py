@@ -124,7 +124,11 @@ def uncompiled(model: Any) -> Iterator[None]:
 
 
 def release_buffers(model: Any) -> None:
-    """Free the buffers and captured graphs that earlier `ddtree` calls left on `model` for later ones."""
+    """Free the buffers and captured graphs that earlier `ddtree` calls left on `model` for later ones.
+
+    Args:
+        model: A target, or what wraps one (`torch.compile`, an adapter). What was learned of rounds' costs stays.
+    """
     for module in model.modules():  # what torch.compile or an adapter wraps is one of them
         if module.__dict__.get(_ATTRIBUTE) is not None:
             state = state_of(module)
