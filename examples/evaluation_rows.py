@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ class RowFiles:
         os.fsync(self._file.fileno())
         self.done.add(key_of(row))
 
-    def merge(self, keys: Iterable[Key]) -> list[Row] | None:
+    def merge(self, keys: Sequence[Key]) -> list[Row] | None:
         """All rows in the order of `keys`, in `rows.jsonl` too; `None` while some are missing."""
         self.close()
         with self.lock():
@@ -118,7 +118,7 @@ def cut_torn_line(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file at once or not at all."""
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

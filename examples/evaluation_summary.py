@@ -131,7 +131,8 @@ def choose_budget(rows: Sequence[Row], base: str, seed: int) -> dict[str, Any] |
     for name in [*sets, ALL] if len(sets) > 1 else sets:
         part = table([row for row in reported if name in (row["set"], ALL)], base, seed).get(chosen)
         if part and "speedup" in part:
-            found[name] = {key: part[key] for key in ("prompts", "speedup", "tokens/s", "tokens per round")}
+            shown_of = ("prompts", "speedup", "tokens/s", "tokens per round")
+            found[name] = {key: part[key] for key in shown_of if key in part}
     return {"method": chosen, "chosen_on": speedups, "sets": found} if found else None
 
 
