@@ -24,14 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import hf_ddtree
 from evaluate import make_tasks, run_task
 from evaluation_data import load_sets
-from evaluation_methods import WARM_UP, Pair, answer, load_pair, longest_prompt, make_methods, warm_up
+from evaluation_methods import WARM_UP, ChatPair, answer, longest_prompt, make_methods, warm_up
 from evaluation_summary import markdown_table, summarize
+from pair import DRAFTER, load_pair
 from smollm2 import PROMPT_FILES, prepare_target
 
 STAGES = ("draft", "verify", "walk", "keep", "round")
 
 
-def measure_stages(pair: Pair, methods: dict[str, dict[str, Any]], new_tokens: int) -> dict[str, dict[str, float]]:
+def measure_stages(pair: ChatPair, methods: dict[str, dict[str, Any]], new_tokens: int) -> dict[str, dict[str, float]]:
     """Milliseconds a round, of each method with trees."""
     prompts = [pair.encode([{"role": "user", "content": text}]) for text in WARM_UP]
     stages = {}
@@ -58,8 +59,7 @@ def compact(row: dict[str, Any]) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    root = Path(__file__).resolve().parents[1]
-    parser.add_argument("--drafter", default=root / "examples" / "smollm2-135m-dflash", help="directory or hub id")
+    parser.add_argument("--drafter", default=str(DRAFTER), help="directory or hub id")
     parser.add_argument("--sets", nargs="+", choices=PROMPT_FILES, default=list(PROMPT_FILES))
     parser.add_argument("--prompts", type=int, help="of each set, evenly spread; default: all")
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -71,7 +71,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
 
     cuda = torch.cuda.is_available()
-    pair = load_pair(prepare_target(), arguments.drafter, torch.device("cuda" if cuda else "cpu"), arguments.dtype)
+    target, tokenizer, drafter = load_pair(str(prepare_target()), arguments.drafter, arguments.dtype)
+    pair = ChatPair(target, drafter, tokenizer)
     budgets = arguments.budgets or ([63, 15, 127, 255] if cuda else [15, 7, 31])
     methods = make_methods(pair.drafter, budgets, cuda, 1024)
     methods = {name: methods[name] for name in arguments.methods or methods}

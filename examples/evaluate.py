@@ -38,12 +38,12 @@ from tqdm import tqdm
 
 import hf_ddtree
 from evaluation_data import Prompt, load_sets
-from evaluation_methods import PLAIN, Pair, converse, load_pair, longest_prompt, make_methods, regret, warm_up
+from evaluation_methods import PLAIN, ChatPair, converse, longest_prompt, make_methods, regret, warm_up
 from evaluation_rows import Key, Row, RowFiles, WriteError, write_text, writing
 from evaluation_summary import markdown, summarize
+from pair import DRAFTER, load_pair
 from prediction import is_predicted, predict
 from prediction import markdown as markdown_of_predictions
-from smollm2 import prepare_target
 
 
 class Task(NamedTuple):
@@ -62,7 +62,7 @@ class Task(NamedTuple):
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="directory or hub id; default: SmolLM2-135M-Instruct")
-    parser.add_argument("--drafter", default=str(Path(__file__).parent / "smollm2-135m-dflash"), help="likewise")
+    parser.add_argument("--drafter", help="directory or hub id; default: the one beside this file")
     parser.add_argument(
         "--data",
         nargs="+",
@@ -137,7 +137,7 @@ def make_tasks(
 
 
 def run_task(
-    pair: Pair,
+    pair: ChatPair,
     task: Task,
     options: dict[str, Any],
     new_tokens: int,
@@ -178,7 +178,7 @@ def run_task(
 
 
 def run(
-    pair: Pair,
+    pair: ChatPair,
     groups: list[list[Task]],
     methods: dict[str, dict[str, Any]],
     files: RowFiles,
@@ -206,13 +206,13 @@ def run(
                 bar.set_postfix_str(f"{shown}, {own[0] / own[2]:.2f} tokens per round" if own[2] else shown)
 
 
-def describe(pair: Pair, arguments: argparse.Namespace, methods: list[str], budgets: list[int]) -> dict[str, Any]:
+def describe(pair: ChatPair, arguments: argparse.Namespace, methods: list[str], budgets: list[int]) -> dict[str, Any]:
     """What rows depend on: of other settings they are not to be mixed."""
     device = pair.target.device
     cuda = device.type == "cuda"
     return {
         "target": arguments.target or "SmolLM2-135M-Instruct",
-        "drafter": Path(arguments.drafter).name if Path(arguments.drafter).is_dir() else arguments.drafter,
+        "drafter": arguments.drafter or DRAFTER.name,
         "data": [Path(name).name for name in arguments.data],
         "prompts of each set": arguments.prompts,
         "prompts of each set for plain methods": arguments.plain_prompts,
@@ -243,8 +243,10 @@ def evaluate(arguments: argparse.Namespace) -> None:
     # Processes share a directory, not a model: none waits for another, and to the models this is no distributed run.
     state.destroy_process_group()
     thinking = None if arguments.thinking is None else arguments.thinking == "on"
-    target = arguments.target or prepare_target()
-    pair = load_pair(target, arguments.drafter, device, arguments.dtype, arguments.attention, thinking)
+    target, tokenizer, drafter = load_pair(
+        arguments.target, arguments.drafter, arguments.dtype, device, arguments.attention
+    )
+    pair = ChatPair(target.eval(), drafter, tokenizer, thinking)
     cuda = device.type == "cuda"
     budgets = arguments.budgets or ([63, 15, 127, 255] if cuda else [15, 7, 31])
     longest = longest_prompt(pair, prompts, arguments.new_tokens)
@@ -283,7 +285,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
 
 
 def simulate(
-    pair: Pair,
+    pair: ChatPair,
     prompts: list[Prompt],
     methods: dict[str, dict[str, Any]],
     base: str,

@@ -6,17 +6,15 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from evaluation_data import Prompt
 from hf_ddtree import DDTreeConfig, DFlashDraftModel, budget
-from smollm2 import no_progress_bars
 
 WARM_UP = [
     "Say hello.",
@@ -27,13 +25,13 @@ WARM_UP = [
 PLAIN = ("generate", "native chain")  # neither captured nor compiled
 
 
-class Pair(NamedTuple):
-    """A target and its drafter on one device."""
+class ChatPair(NamedTuple):
+    """A target and its drafter on one device, and how they are spoken to."""
 
     target: PreTrainedModel
     drafter: DFlashDraftModel
     tokenizer: PreTrainedTokenizerBase
-    thinking: bool | None = None
+    thinking: bool | None = None  # what the chat template is told as `enable_thinking`, if anything
 
     def encode(self, messages: list[dict[str, str]]) -> torch.Tensor:
         """A chat up to where the assistant answers, `(1, L)`; a model without a chat template gets the texts alone."""
@@ -51,32 +49,6 @@ class Pair(NamedTuple):
         """Tokens that the target takes."""
         config = self.target.config.get_text_config(decoder=True)
         return getattr(config, "max_position_embeddings", None) or sys.maxsize
-
-
-def load_pair(
-    target: str | Path,
-    drafter: str | Path,
-    device: torch.device,
-    dtype: str,
-    attention: str | None = None,
-    thinking: bool | None = None,
-) -> Pair:
-    """Load both, from directories or a hub.
-
-    Args:
-        target, drafter: Directory or id.
-        device: Where they go.
-        dtype: Of both, as torch calls it.
-        attention: The target's implementation; default: its own choice.
-        thinking: What the chat template is told as `enable_thinking`, if anything.
-    """
-    with no_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(
-            target, dtype=getattr(torch, dtype), attn_implementation=attention
-        )
-        draft_model = DFlashDraftModel.from_pretrained(drafter, dtype=getattr(torch, dtype))
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    return Pair(model.to(device).eval(), draft_model.to(device).eval(), tokenizer, thinking)
 
 
 def make_methods(
@@ -187,7 +159,7 @@ class Turn(NamedTuple):
 
 
 def converse(
-    pair: Pair, prompt: Prompt, new_tokens: int, options: dict[str, Any], temperature: float, seed: int
+    pair: ChatPair, prompt: Prompt, new_tokens: int, options: dict[str, Any], temperature: float, seed: int
 ) -> tuple[list[Turn], str | None]:
     """All turns of a prompt, each after the answers before; and why it ended early, if it did.
 
@@ -207,7 +179,7 @@ def converse(
         messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": later.pop(0)}]
 
 
-def longest_prompt(pair: Pair, prompts: list[Prompt], new_tokens: int) -> int:
+def longest_prompt(pair: ChatPair, prompts: list[Prompt], new_tokens: int) -> int:
     """Tokens of the longest chat that will be asked; those that are too long, and will be skipped, do not count."""
     longest = 0
     for prompt in prompts:
@@ -218,7 +190,7 @@ def longest_prompt(pair: Pair, prompts: list[Prompt], new_tokens: int) -> int:
 
 
 def warm_up(
-    pair: Pair, methods: dict[str, dict[str, Any]], temperatures: Sequence[float], longest: int, new_tokens: int
+    pair: ChatPair, methods: dict[str, dict[str, Any]], temperatures: Sequence[float], longest: int, new_tokens: int
 ) -> None:
     """Compile, capture, allocate and learn, on a GPU with texts as long as those to come."""
     texts = [pair.encode([{"role": "user", "content": text}]) for text in WARM_UP]

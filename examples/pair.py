@@ -31,17 +31,29 @@ def add_pair_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_pair(target: str | None = None, drafter: str | None = None, dtype: str | None = None) -> Pair:
-    """Load a target, its tokenizer and its drafter, on the GPU if there is one.
+def load_pair(
+    target: str | None = None,
+    drafter: str | None = None,
+    dtype: str | None = None,
+    device: torch.device | None = None,
+    attention: str | None = None,
+) -> Pair:
+    """Load a target, its tokenizer and its drafter.
+
+    Args:
+        target, drafter: Directory or hub id; default: the shipped pair.
+        dtype: Of both, as `add_pair_options` says.
+        device: Where they go; default: the GPU, if there is one.
+        attention: The target's implementation; default: its own choice.
 
     Raises:
         ValueError: one of `target` and `drafter` is given alone: a drafter belongs to one target.
     """
     if (target is None) != (drafter is None):
         raise ValueError("A drafter belongs to one target: give both `--target` and `--drafter`, or neither.")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = target or str(prepare_target())
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name, dtype = target or str(prepare_target()), dtype or ("float32" if device.type == "cpu" else "auto")
     with no_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or ("auto" if device == "cuda" else "float32"))
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=attention)
         draft = DFlashDraftModel.from_pretrained(drafter or DRAFTER, dtype=model.dtype)
     return Pair(model.to(device), AutoTokenizer.from_pretrained(name), draft.to(device))

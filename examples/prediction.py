@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from evaluation_data import Prompt
-from evaluation_methods import Pair, Turn, answer, converse
+from evaluation_methods import ChatPair, Turn, answer, converse
 from simulation import Drafts, Text, acceptance_lengths, draft_along
 
 CALLS = 5  # of each method, to measure costs
@@ -34,7 +34,7 @@ class Cost(NamedTuple):
 
 
 def predict(
-    pair: Pair,
+    pair: ChatPair,
     prompts: Sequence[Prompt],
     methods: dict[str, dict[str, Any]],
     base: str,
@@ -111,7 +111,7 @@ def walk(drafts: Sequence[Drafts], budget: int | None, name: str = "") -> list[i
 
 
 def measure_costs(
-    pair: Pair,
+    pair: ChatPair,
     methods: dict[str, dict[str, Any]],
     base: str,
     turns: Sequence[Turn],
