@@ -22,7 +22,8 @@ from evaluation_data import Prompt
 from evaluation_methods import ChatPair, Turn, answer, converse
 from simulation import Drafts, Text, acceptance_lengths, draft_along
 
-CALLS = 5  # of each method, to measure costs
+CALLS = 8  # of each method, to measure costs
+MARGIN = 1.05  # a speedup below it is within what a prediction may be wrong by
 SHORT = 48  # new tokens of a call that measures costs
 
 
@@ -120,7 +121,8 @@ def measure_costs(
 ) -> dict[str, Cost]:
     """What methods cost, from calls for evenly spread turns; each is made once with one new token and once with some.
 
-    A round's cost is the median of what it was in each call.
+    Each call is set beside the plain method's for the same turn, which ran shortly before or after it, so that a
+    machine that is busy for a while slows both. A cost is the plain method's median times the median of such ratios.
     """
     long = [turn for turn in turns if len(turn.ids) > min(SHORT, max(len(t.ids) for t in turns)) // 2]
     chosen = [long[i * len(long) // min(calls, len(long))] for i in range(min(calls, len(long)))]
@@ -134,16 +136,13 @@ def measure_costs(
             found = answer(pair.target, turn.prompt, min(SHORT, len(turn.ids)), methods[name], temperature)
             count = len(found["acceptance_lengths"]) if "acceptance_lengths" in found else len(found["ids"]) - 1
             prompts[name].append(first)
-            if count:
-                rounds[name].append((found["seconds"] - first) / count)
-    plain = prompts[base]
-    return {
-        name: Cost(
-            statistics.median(rounds[name]),
-            statistics.median(own / other for own, other in zip(prompts[name], plain, strict=True)),
-        )
-        for name in methods
-    }
+            rounds[name].append((found["seconds"] - first) / max(count, 1))
+
+    def over_plain(seconds: dict[str, list[float]], name: str) -> float:
+        return statistics.median(own / plain for own, plain in zip(seconds[name], seconds[base], strict=True))
+
+    plain = statistics.median(rounds[base])
+    return {name: Cost(plain * over_plain(rounds, name), over_plain(prompts, name)) for name in methods}
 
 
 def markdown(predictions: Sequence[dict[str, Any]]) -> str:
@@ -158,6 +157,7 @@ def markdown(predictions: Sequence[dict[str, Any]]) -> str:
             cells = [name, length, *(f"{row[column]:.2f}" for column in ("ms per round", "tokens/s", "speedup"))]
             lines.append(f"| {' | '.join(cells)} |")
         gain = each["methods"][best]["speedup"]
-        verdict = f"{best} would pay: {gain:.2f} times the speed of {base}." if best != base else "None would pay."
+        pays = f"{best} would pay: {gain:.2f} times the speed of {base}."
+        verdict = pays if gain > MARGIN else f"None would pay: the best is {best}, with {gain:.2f} times the speed."
         lines += ["", verdict, ""]
     return "\n".join(lines)

@@ -229,7 +229,7 @@ def test_a_prediction_counts_the_rounds_of_real_runs(
     arguments += ["--methods", "generate", "ddtree 20", "chain", "static tree 20", "ddtree auto"]
     arguments += ["--temperature", "0", "1", "--output", str(tmp_path)]
     assert evaluate.main([*arguments, "--simulate"]) == 0
-    assert "would pay" in capsys.readouterr().out
+    assert " would pay: " in capsys.readouterr().out
     assert evaluate.main(arguments) == 0
     predictions = json.loads((tmp_path / "prediction.json").read_text())["predictions"]
     real = [t["methods"] for t in json.loads((tmp_path / "summary.json").read_text())["tables"]]
