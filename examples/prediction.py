@@ -11,6 +11,7 @@ the best of the fixed ones.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -136,12 +137,13 @@ def measure_costs(
             found = answer(pair.target, turn.prompt, min(SHORT, len(turn.ids)), methods[name], temperature)
             count = len(found["acceptance_lengths"]) if "acceptance_lengths" in found else len(found["ids"]) - 1
             prompts[name].append(first)
-            rounds[name].append((found["seconds"] - first) / max(count, 1))
+            rounds[name].append((found["seconds"] - first) / count if count else math.nan)
 
     def over_plain(seconds: dict[str, list[float]], name: str) -> float:
-        return statistics.median(own / plain for own, plain in zip(seconds[name], seconds[base], strict=True))
+        ratios = [own / plain for own, plain in zip(seconds[name], seconds[base], strict=True)]
+        return statistics.median([ratio for ratio in ratios if not math.isnan(ratio)] or [math.nan])
 
-    plain = statistics.median(rounds[base])
+    plain = statistics.median([seconds for seconds in rounds[base] if not math.isnan(seconds)] or [math.nan])
     return {name: Cost(plain * over_plain(rounds, name), over_plain(prompts, name)) for name in methods}
 
 
@@ -157,7 +159,8 @@ def markdown(predictions: Sequence[dict[str, Any]]) -> str:
             cells = [name, length, *(f"{row[column]:.2f}" for column in ("ms per round", "tokens/s", "speedup"))]
             lines.append(f"| {' | '.join(cells)} |")
         gain = each["methods"][best]["speedup"]
-        pays = f"{best} would pay: {gain:.2f} times the speed of {base}."
-        verdict = pays if gain > MARGIN else f"None would pay: the best is {best}, with {gain:.2f} times the speed."
+        verdict = f"{best} would pay: {gain:.2f} times the speed of {base}."
+        if gain <= MARGIN:  # perhaps the plain method is the fastest itself
+            verdict = f"None would pay: the most is {gain:.2f} times the speed of {base}."
         lines += ["", verdict, ""]
     return "\n".join(lines)
