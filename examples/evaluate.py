@@ -39,7 +39,7 @@ from tqdm import tqdm
 import hf_ddtree
 from evaluation_data import Prompt, load_sets
 from evaluation_methods import PLAIN, ChatPair, converse, longest_prompt, make_methods, regret, warm_up
-from evaluation_rows import Key, Row, RowFiles, write_text
+from evaluation_rows import Key, Row, RowFiles, WriteError, write_text, writing
 from evaluation_summary import markdown, summarize
 from pair import DRAFTER, load_pair
 from prediction import is_predicted, predict
@@ -302,7 +302,8 @@ def simulate(
         raise ValueError(f"a prediction begins with plain decoding, and {base} is not that.")
     fixed = {name: options for name, options in methods.items() if name == base or is_predicted(options)}
     new_tokens = arguments.new_tokens
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    with writing(arguments.output):
+        arguments.output.mkdir(parents=True, exist_ok=True)
     warm_up(pair, fixed, arguments.temperature, longest, min(new_tokens, 32))
     found = [
         predict(pair, prompts, fixed, base, temperature, arguments.seed, new_tokens)
@@ -323,12 +324,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\nStopped. {go_on}", file=sys.stderr)
         return 130
-    except (ValueError, ModuleNotFoundError, FileNotFoundError) as error:
+    except WriteError as error:
+        print(f"evaluate.py: {error}. {go_on}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError, ModuleNotFoundError) as error:  # what was asked for, or is missing
         print(f"evaluate.py: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"evaluate.py: {arguments.output} cannot be written ({error}). {go_on}", file=sys.stderr)
-        return 1
     return 0
 
 

@@ -6,9 +6,10 @@ with whatever number of processes they were written; what is there is not done a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,19 @@ def key_of(row: Row) -> Key:
     return row["set"], row["prompt"], row["method"], float(row["temperature"])
 
 
+class WriteError(Exception):
+    """The output directory cannot be written."""
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say what could not be written, and why."""
+    try:
+        yield
+    except OSError as error:
+        raise WriteError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
 class RowFiles:
     """
     The rows of one evaluation.
@@ -34,24 +48,26 @@ class RowFiles:
 
     Raises:
         ValueError: The directory holds rows of other settings, or another process of this rank writes there.
-        OSError: It cannot be written.
+        WriteError: It cannot be written.
     """
 
     def __init__(self, directory: Path, rank: int, settings: dict[str, Any]) -> None:
         self.directory = directory
         self.path = directory / f"rows-{rank}.jsonl"
-        directory.mkdir(parents=True, exist_ok=True)
         self._own = FileLock(directory / f".rows-{rank}.lock", timeout=0)
-        try:
-            self._own.acquire()
-        except Timeout:
-            raise ValueError(f"another process writes to {self.path} already.") from None
+        with writing(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            try:
+                self._own.acquire()
+            except Timeout:
+                raise ValueError(f"another process writes to {self.path} already.") from None
         with self.lock():
             self._check(settings)
             rows = read_rows(self.directory)
-            cut_torn_line(self.path)
+            with writing(self.path):
+                cut_torn_line(self.path)
+                self._file = self.path.open("ab", buffering=0)
         self.done = {key_of(row) for row in rows}
-        self._file = self.path.open("ab")
 
     def lock(self) -> FileLock:
         """Held by one process at a time."""
@@ -64,9 +80,11 @@ class RowFiles:
 
     def append(self, row: Row) -> None:
         """Write a row, to the disk itself."""
-        self._file.write(json.dumps(row).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        line = memoryview(json.dumps(row).encode() + b"\n")
+        with writing(self.path):
+            while line:  # a disk that fills takes a part, and the next one not
+                line = line[self._file.write(line) :]
+            os.fsync(self._file.fileno())
         self.done.add(key_of(row))
 
     def merge(self, keys: Sequence[Key]) -> list[Row] | None:
@@ -131,8 +149,9 @@ def cut_torn_line(path: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a file at once or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    with writing(path):
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)

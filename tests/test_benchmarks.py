@@ -58,7 +58,7 @@ def test_the_speed_of_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert {row["rounds"] for row in rows if row["method"] == "one token a round"} == {5}
     plots.main([str(tmp_path)])
     assert report.with_suffix(".svg").exists()
-    assert "| all prompts | prompts | tokens/s | speedup |" in capsys.readouterr().out
+    assert "| mt-bench | prompts | speedup | tokens/s | tokens per round |" in capsys.readouterr().out
 
 
 def evaluation_rows() -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,21 +124,6 @@ def test_what_is_done_is_not_done_again(
     assert "other settings (seed was 0, now 1)" in capsys.readouterr().err
 
 
-@pytest.fixture
-def stopped_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """An error that the third row's writing raises."""
-    errors: list[Any] = []
-    append = evaluation_rows.RowFiles.append
-
-    def failing(self: evaluation_rows.RowFiles, row: dict[str, Any]) -> None:
-        if errors and len(self.done) == 2:
-            raise errors.pop()
-        append(self, row)
-
-    monkeypatch.setattr(evaluation_rows.RowFiles, "append", failing)
-    return errors
-
-
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [(KeyboardInterrupt(), 130, "Stopped."), (OSError(28, "No space left on device"), 1, "No space left on device")],
@@ -147,22 +131,34 @@ def stopped_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def test_rows_outlast_what_stops_a_run(
     pair: list[str],
     tmp_path: Path,
-    stopped_after: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     error: BaseException,
     code: int,
     message: str,
 ) -> None:
     arguments = [*pair, "--methods", "generate", "--output", str(tmp_path)]
-    stopped_after.append(error)
-    assert evaluate.main(arguments) == code
+    file = tmp_path / "rows-0.jsonl"
+    sync = os.fsync
+
+    def failing(descriptor: int) -> None:
+        if file.exists() and file.read_bytes().count(b"\n") == 3:
+            os.truncate(file, file.stat().st_size - 5)  # the third row is torn
+            raise error
+        sync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing)
+        assert evaluate.main(arguments) == code
     said = capsys.readouterr().err
     assert message in said
     assert "the same command goes on" in said
-    kept = (tmp_path / "rows-0.jsonl").read_text().splitlines()
+    kept = file.read_text().splitlines()[:-1]
     assert len(kept) == 2
     assert evaluate.main(arguments) == 0
-    assert (tmp_path / "rows.jsonl").read_text().splitlines()[:2] == kept
+    rows = (tmp_path / "rows.jsonl").read_text().splitlines()
+    assert len(rows) == 6
+    assert set(kept) < set(rows)
 
 
 def test_a_directory_that_cannot_be_written_is_named(
@@ -196,6 +192,9 @@ def test_a_prompt_longer_than_the_target_is_skipped(
         (["--methods", "ddtree 4"], "no method ddtree 4 here; there are generate, native chain, ddtree 3"),
         (["--data", "missing.jsonl"], "there is no file missing.jsonl"),
         (["--data", "mmlu"], "there is no set 'mmlu'"),
+        (["--target", "no/such/directory"], "no/such/directory"),
+        (["--base", "compiled generate"], "no method compiled generate here"),
+        (["--simulate", "--base", "chain"], "begins with plain decoding, and chain is not that"),
     ],
 )
 def test_bad_input_is_said(
