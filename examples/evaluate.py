@@ -86,6 +86,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--simulate", action="store_true", help="predict from one plain run: would it pay here?")
     parser.add_argument("--output", type=Path, required=True, metavar="DIRECTORY")
     arguments = parser.parse_args(argv)
+    arguments.temperature = list(dict.fromkeys(arguments.temperature))
     if min(arguments.temperature) < 0:
         parser.error("--temperature must not be negative.")
     return arguments
@@ -206,7 +207,9 @@ def run(
                 bar.set_postfix_str(f"{shown}, {own[0] / own[2]:.2f} tokens per round" if own[2] else shown)
 
 
-def describe(pair: ChatPair, arguments: argparse.Namespace, methods: list[str], budgets: list[int]) -> dict[str, Any]:
+def describe(
+    pair: ChatPair, prompts: list[Prompt], arguments: argparse.Namespace, methods: list[str], budgets: list[int]
+) -> dict[str, Any]:
     """What rows depend on: of other settings they are not to be mixed."""
     device = pair.target.device
     cuda = device.type == "cuda"
@@ -214,6 +217,7 @@ def describe(pair: ChatPair, arguments: argparse.Namespace, methods: list[str], 
         "target": arguments.target or "SmolLM2-135M-Instruct",
         "drafter": arguments.drafter or DRAFTER.name,
         "data": [Path(name).name for name in arguments.data],
+        "hash of the prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16],
         "prompts of each set": arguments.prompts,
         "prompts of each set for plain methods": arguments.plain_prompts,
         "methods": methods,
@@ -260,7 +264,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     chosen = arguments.methods or list(methods)
     methods = {name: methods[name] for name in methods if name in (*chosen, *([base] if arguments.simulate else []))}
 
-    settings = describe(pair, arguments, list(methods), budgets)
+    settings = describe(pair, prompts, arguments, list(methods), budgets)
     if arguments.simulate:
         if rank == 0:  # others would only disturb its times
             simulate(pair, prompts, methods, base, longest, settings, arguments)

@@ -68,6 +68,8 @@ def load_sets(names: list[str], count: int | None = None) -> list[Prompt]:
         prompts = load_set(name)
         if not prompts:
             raise ValueError(f"{name} holds no prompts.")
+        if any(prompt.set == prompts[0].set for prompt in found):
+            raise ValueError(f"two sets are called {prompts[0].set}: rows could not tell them apart. Rename a file.")
         taken = min(count or len(prompts), len(prompts))
         found += [prompts[i * len(prompts) // taken] for i in range(taken)]
     return found
@@ -91,12 +93,13 @@ def load_set(name: str) -> list[Prompt]:
 def read_prompts(path: Path) -> Iterator[Prompt]:
     """Prompts of a JSONL file; its name without the ending is the set's."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with located(str(path)):
+            text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise FileNotFoundError(
             f"there is no file {path}. It should hold one JSON object a line, with `prompt`, `turns` or `messages`."
         ) from None
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     for index, (number, line) in enumerate(lines):
         with located(f"{path}, line {number}"):
             yield to_prompt(path.stem, index, json.loads(line))
@@ -119,6 +122,7 @@ def to_prompt(name: str, index: int, row: Any) -> Prompt:
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"expected an object with `prompt`, `turns` or `messages`, got {type(row).__name__}")
+    json.dumps(dict(row), ensure_ascii=False, default=str).encode()  # half of a surrogate pair is no text
     if "messages" in row:
         messages = row["messages"]
         if not (

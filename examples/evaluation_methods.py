@@ -169,6 +169,8 @@ def converse(
     torch.manual_seed(seed)
     while True:
         ids = pair.encode(messages)
+        if ids.shape[1] == 0:
+            return turns, f"turn {len(turns) + 1}: it has no tokens"
         if ids.shape[1] + new_tokens > pair.most:
             sizes = f"{ids.shape[1]} tokens and {new_tokens} new ones are more than the target's {pair.most}"
             return turns, f"turn {len(turns) + 1}: {sizes}"

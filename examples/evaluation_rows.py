@@ -106,7 +106,7 @@ class RowFiles:
         if not path.exists():
             write_text(path, json.dumps(settings, indent=1) + "\n")
             return
-        earlier = json.loads(path.read_text())
+        earlier = json_of(path, path.read_bytes())
         names = [name for name in earlier | settings if earlier.get(name) != settings.get(name)]
         if names:
             differences = "; ".join(f"{name} was {earlier.get(name)!r}, now {settings.get(name)!r}" for name in names)
@@ -122,9 +122,21 @@ def read_rows(directory: Path) -> list[Row]:
     for path in sorted(directory.glob("rows*.jsonl")):
         content = path.read_bytes()
         for line in content[: content.rfind(b"\n") + 1].splitlines():
-            row = json.loads(line)
+            row = json_of(path, line)
             rows.setdefault(key_of(row), row)
     return list(rows.values())
+
+
+def json_of(path: Path, text: bytes) -> Any:
+    """Parse what was written to `path`.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): mend it, or give another --output.") from None
 
 
 def cut_torn_line(path: Path) -> None:

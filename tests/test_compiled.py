@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeFo
 from comparison import assert_trees_spell
 from hf_ddtree import DDTreeConfig, capture, compiled, release_buffers, shadow
 from hf_ddtree.compat import CACHE_KEY
+from hf_ddtree.snapshot import take_snapshot
 from scripted import SIZES, prompt_ids, tiny_drafter, tiny_target
 
 GREEDY: dict[str, Any] = {"do_sample": False}
@@ -242,7 +243,7 @@ def test_shadows_share_weights_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda model: None, "on a CPU it gains nothing"),
+        (lambda model: None, "a graph gains nothing on a CPU"),
         (lambda model: model.model.layers[0].register_forward_hook(lambda *_: None), "a module has hooks"),
         (lambda model: setattr(model.model.layers[0], "forward", model.model.layers[0].forward), "a module has hooks"),
         (
@@ -374,3 +375,45 @@ def test_calls_of_many_kinds_in_turn_find_their_graphs(monkeypatch: pytest.Monke
             for kind in kinds:
                 run(model, prompt_ids(20), 12, assistant_model=drafter, ddtree=kind, **options)
     assert len(captured) == 2 * len(kinds)
+
+
+class Wrapped(torch.nn.Module):
+    """Scales what a module returns."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.factor, self.function = inner, -1, torch.relu
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.function(self.inner(states)) * self.factor
+
+
+def transpose(model: Any) -> None:
+    weight = model.model.layers[1].self_attn.q_proj.weight
+    weight.data = weight.data.t()
+
+
+@pytest.mark.usefixtures("stepped")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model.model.layers[1].mlp, "factor", -2),
+        lambda model: setattr(model.model.layers[1].mlp, "function", torch.tanh),
+        lambda model: setattr(model.model.layers[1].self_attn, "scaling", 0.7),
+        transpose,
+    ],
+    ids=["number", "function", "scaling", "layout"],
+)
+def test_what_changes_between_calls_is_seen(change: Any) -> None:
+    model = tiny_target("llama")
+    model.model.layers[1].mlp = Wrapped(model.model.layers[1].mlp)
+    drafter = tiny_drafter(model)
+    before, _ = run(model, prompt_ids(9), 30, **GREEDY)
+    run(model, prompt_ids(9), 30, assistant_model=drafter, ddtree={"budget": 7}, **GREEDY)
+    fingerprint = take_snapshot(model).fingerprint
+    change(model)
+    assert take_snapshot(model).fingerprint != fingerprint
+    expected, _ = run(model, prompt_ids(9), 30, **GREEDY)
+    assert expected.sequences.tolist() != before.sequences.tolist()
+    out, _ = run(model, prompt_ids(9), 30, assistant_model=drafter, ddtree={"budget": 7}, **GREEDY)
+    assert out.sequences.tolist() == expected.sequences.tolist()

@@ -244,3 +244,21 @@ def test_a_prediction_counts_the_rounds_of_real_runs(
         assert lengths[0] == 1 and lengths[20] == predicted["methods"]["ddtree 20"]["tokens per round"]
         assert lengths[20] > 1.25
         assert [row["prompt"] for row in predicted["skipped"]] == [4]
+
+
+def test_an_edited_file_is_another_run_and_a_blank_prompt_is_skipped(
+    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, output = tmp_path / "own.jsonl", tmp_path / "run"
+    data.write_text('{"prompt": " "}\n{"prompt": "w1 w2"}\n')
+    arguments = [*pair, "--data", str(data), "--methods", "generate", "--output", str(output)]
+    assert evaluate.main([*arguments, "--temperature", "0", "0"]) == 0
+    rows = read(output / "rows.jsonl")
+    assert [row.get("error") for row in rows] == ["turn 1: it has no tokens", None]
+    data.write_text('{"prompt": " "}\n{"prompt": "w1 w3"}\n')
+    assert evaluate.main(arguments) == 2
+    assert "rows of other settings (hash of the prompts was" in capsys.readouterr().err
+    assert read(output / "rows.jsonl") == rows
+    (output / "settings.json").write_text("")
+    assert evaluate.main(arguments) == 2
+    assert "settings.json is damaged" in capsys.readouterr().err

@@ -125,3 +125,23 @@ def test_a_hub_that_cannot_be_reached_or_has_other_columns_is_named(hub: dict[st
     hub["HuggingFaceH4/MATH-500"] = [{"text": "a"}]
     with pytest.raises(ValueError, match="no column problem, only text"):
         load_set("math500")
+
+
+def test_two_sets_of_one_name_are_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.jsonl").write_text('{"prompt": "w1"}\n')
+    with pytest.raises(ValueError, match="two sets are called x"):
+        load_sets([str(tmp_path / name / "x.jsonl") for name in ("a", "b")])
+
+
+def test_a_file_may_begin_with_a_mark_and_hold_line_separators(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"prompt": "w1\u2028w2"}\n', encoding="utf-8-sig")
+    assert load_sets([str(tmp_path / "x.jsonl")])[0].messages[0]["content"] == "w1\u2028w2"
+
+
+@pytest.mark.parametrize("content", [b'{"prompt": "w\xe9"}', b'{"prompt": "\\ud800"}'])
+def test_what_is_no_text_is_refused_with_the_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=r"x\.jsonl"):
+        load_sets([str(tmp_path / "x.jsonl")])

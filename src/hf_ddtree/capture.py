@@ -80,7 +80,7 @@ def why_not_captured(
 def _on_one_gpu(devices: set[torch.device]) -> str | None:
     """What speaks against it, or `None`."""
     if devices == {torch.device("cpu")}:
-        return "on a CPU it gains nothing"
+        return "a graph gains nothing on a CPU"
     if torch.device("meta") in devices:
         return "weights are offloaded"
     if len(devices) > 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -10,15 +12,16 @@ from torch.nn.modules import module as _module
 from transformers import PreTrainedConfig
 
 _NUMBERS = (bool, int, float, str)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
 _HARMLESS = ("transformers.utils.output_capturing", "hf_ddtree.verifier")  # hooks that write what they were asked for
 
 
 class Snapshot(NamedTuple):
     """What matters of a model to a graph of its forward."""
 
-    fingerprint: (
-        int  # changes with all that a graph has baked in: modules and their numbers, configs, places of weights
-    )
+    # Changes with all that a graph has baked in: modules, their numbers and functions, configs, and where weights lie.
+    # To be compared itself: -1 and -2 have one hash.
+    fingerprint: tuple[Any, ...]
     devices: frozenset[torch.device]  # of parameters
     hooked: bool  # whether something runs around a module's forward that a graph would not repeat
     adapted: bool  # whether adapters are in it
@@ -40,15 +43,22 @@ def take_snapshot(model: nn.Module) -> Snapshot:
         visited.add(id(module))
         own = vars(module)
         waiting += [child for child in own["_modules"].values() if child is not None]
-        seen += (id(module), type(module))
-        seen += [value for value in own.values() if type(value) in _NUMBERS]
+        seen += (id(module), type(module), id(type(module).forward))
+        for value in own.values():
+            kind = type(value)
+            if kind in _NUMBERS:
+                seen.append(value)
+            elif kind in _FUNCTIONS:
+                seen.append(id(value))
+            elif kind is torch.Tensor:
+                seen += (id(value), value.data_ptr(), value.dtype)
         for tensor in own["_parameters"].values():
             if tensor is not None:
-                seen += (id(tensor), tensor.data_ptr(), tensor.dtype)
+                seen += (id(tensor), tensor.data_ptr(), tensor.dtype, tensor.stride())
                 devices.add(tensor.device)
         for tensor in own["_buffers"].values():
             if tensor is not None:
-                seen += (id(tensor), tensor.data_ptr(), tensor.dtype)
+                seen += (id(tensor), tensor.data_ptr(), tensor.dtype, tensor.stride())
         hooks += own["_forward_hooks"].values()
         hooks += own["_forward_pre_hooks"].values()
         hooked = hooked or "forward" in own
@@ -58,4 +68,4 @@ def take_snapshot(model: nn.Module) -> Snapshot:
     for config in configs.values():  # those within it are some module's
         seen.append(str([(name, x) for name, x in vars(config).items() if not isinstance(x, PreTrainedConfig)]))
     hooked = hooked or any(getattr(hook, "__module__", None) not in _HARMLESS for hook in hooks)
-    return Snapshot(hash(tuple(seen)), frozenset(devices), hooked, adapted)
+    return Snapshot(tuple(seen), frozenset(devices), hooked, adapted)
