@@ -22,15 +22,21 @@ def generate(model: PreTrainedModel, options: dict[str, Any]) -> tuple[Any, torc
     return model.generate(**options), torch.get_rng_state()
 
 
+FIXED = DDTreeConfig(budget=15)
+
+
 def generate_with_trees(
     model: PreTrainedModel,
     drafter: DFlashDraftModel,
     options: dict[str, Any],
     text: Sequence[int],
     hit: float = 0.9,
-    config: DDTreeConfig | bool = True,
+    config: DDTreeConfig | bool = FIXED,
 ) -> tuple[Any, torch.Tensor]:
-    """The same with a drafter that knows most of `text`: ids by position, as plain decoding gave them."""
+    """The same with a drafter that knows most of `text`: ids by position, as plain decoding gave them.
+
+    Rounds do not depend on time, unless `config` says so.
+    """
     with scripted(text, hit):
         return generate(model, options | {"assistant_model": drafter, "ddtree": config})
 

@@ -86,7 +86,8 @@ def test_the_folder_answers_what_plain_generate_does(target: PreTrainedModel, do
 def test_it_returns_the_statistics(target: PreTrainedModel, door: dict[str, Any]) -> None:
     expected = target.generate(prompt_ids(8), **GREEDY)
     with scripted(expected, 1.0):
-        out = target.generate(prompt_ids(8), return_dict_in_generate=True, **GREEDY, **door)
+        options = door | {"ddtree": {"budget": 15}}
+        out = target.generate(prompt_ids(8), return_dict_in_generate=True, **GREEDY, **options)
     assert isinstance(out, GenerateDDTreeOutput)
     assert out.sequences.tolist() == expected.tolist()
     assert out.ddtree_stats.budgets[0] == 15
