@@ -24,7 +24,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import hf_ddtree
 from evaluate import make_tasks, run_task
 from evaluation_data import load_sets
-from evaluation_methods import WARM_UP, ChatPair, answer, longest_prompt, make_methods, warm_up
+from evaluation_methods import (
+    WARM_UP,
+    ChatPair,
+    answer,
+    default_base,
+    default_budgets,
+    longest_prompt,
+    make_methods,
+    warm_up,
+)
 from evaluation_summary import markdown_table, summarize
 from pair import DRAFTER, load_pair
 from smollm2 import PROMPT_FILES, prepare_target
@@ -73,10 +82,10 @@ def main(argv: list[str] | None = None) -> None:
     cuda = torch.cuda.is_available()
     target, tokenizer, drafter = load_pair(str(prepare_target()), arguments.drafter, arguments.dtype)
     pair = ChatPair(target, drafter, tokenizer)
-    budgets = arguments.budgets or ([63, 15, 127, 255] if cuda else [15, 7, 31])
+    budgets = arguments.budgets or default_budgets(cuda)
     methods = make_methods(pair.drafter, budgets, cuda, 1024)
     methods = {name: methods[name] for name in arguments.methods or methods}
-    base = "compiled generate" if cuda else "generate"
+    base = default_base(cuda)
     about = {
         "device": torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} threads of a CPU",
         "machine": platform.machine(),

@@ -38,7 +38,17 @@ from tqdm import tqdm
 
 import hf_ddtree
 from evaluation_data import Prompt, load_sets
-from evaluation_methods import PLAIN, ChatPair, converse, longest_prompt, make_methods, regret, warm_up
+from evaluation_methods import (
+    PLAIN,
+    ChatPair,
+    converse,
+    default_base,
+    default_budgets,
+    longest_prompt,
+    make_methods,
+    regret,
+    warm_up,
+)
 from evaluation_rows import Key, Row, RowFiles, WriteError, write_text, writing
 from evaluation_summary import markdown, summarize
 from pair import DRAFTER, load_pair
@@ -252,13 +262,13 @@ def evaluate(arguments: argparse.Namespace) -> None:
     )
     pair = ChatPair(target.eval(), drafter, tokenizer, thinking)
     cuda = device.type == "cuda"
-    budgets = arguments.budgets or ([63, 15, 127, 255] if cuda else [15, 7, 31])
+    budgets = arguments.budgets or default_budgets(cuda)
     longest = longest_prompt(pair, prompts, arguments.new_tokens)
     slots = -(-(longest + arguments.new_tokens) // 256) * 256
     methods = make_methods(pair.drafter, budgets, cuda, slots)
     if unknown := [name for name in arguments.methods or () if name not in methods]:
         raise ValueError(f"there is no method {', '.join(unknown)} here; there are {', '.join(methods)}.")
-    base = arguments.base or ("compiled generate" if cuda else "generate")
+    base = arguments.base or default_base(cuda)
     if base not in methods:
         raise ValueError(f"there is no method {base} here; there are {', '.join(methods)}.")
     chosen = arguments.methods or list(methods)

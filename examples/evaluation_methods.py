@@ -25,6 +25,16 @@ WARM_UP = [
 PLAIN = ("generate", "native chain")  # neither captured nor compiled
 
 
+def default_budgets(cuda: bool) -> list[int]:
+    """Nodes of the trees to compare, the likeliest first."""
+    return [63, 15, 127, 255] if cuda else [15, 7, 31]
+
+
+def default_base(cuda: bool) -> str:
+    """The fastest plain decoding that stock `generate` has."""
+    return "compiled generate" if cuda else "generate"
+
+
 class ChatPair(NamedTuple):
     """A target and its drafter on one device, and how they are spoken to."""
 
