@@ -105,11 +105,9 @@ def eager(inputs: dict[str, Any]) -> torch.Tensor:
             )
             for name in ("key", "value")
         )
-        slots = torch.arange(start, stop)[None]
         mask = tree_mask(
             inputs["visible"][b : b + 1],
             inputs["depths"][b : b + 1],
-            slots,
             start,
             stop,
             inputs["committed"][b : b + 1, :start],

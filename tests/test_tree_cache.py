@@ -66,8 +66,8 @@ def prefill(cache: TreeCache, naive: ListCache, count: int, batch: int = 1) -> N
 def grow_tree(cache: TreeCache, naive: ListCache, nodes: int, path: list[int], batch: int = 1) -> None:
     """A round: the rows of a tree are written, and those of a path stay."""
     before = cache.length
-    slots = cache.open_tree(nodes, torch.device("cpu"), batch)
-    assert slots.tolist() == [list(range(before, before + nodes))] * batch
+    cache.open_tree(nodes)
+    assert cache.slots == range(before, before + nodes)
     for layer in range(len(cache.layers)):
         rows = random_rows(nodes, batch)
         seen = cache.update(*rows, layer)
@@ -128,7 +128,7 @@ def test_a_whole_tree_a_root_alone_and_far_nodes_can_be_kept() -> None:
 def test_a_closed_tree_leaves_nothing_and_its_slots_are_written_again() -> None:
     cache, naive = TreeCache([False, False]), ListCache(2)
     prefill(cache, naive, 7)
-    cache.open_tree(9, torch.device("cpu"))
+    cache.open_tree(9)
     for layer in range(2):
         cache.update(*random_rows(9), layer)
     cache.close_tree()
@@ -149,7 +149,7 @@ def test_attention_reads_the_committed_rows_rounded_up_and_no_more() -> None:
     cache = TreeCache([False], capacity=256)
     cache.update(*random_rows(60), 0)
     for nodes, view in ((1, 64), (4, 64), (5, 128), (68, 128), (69, 192), (196, 256)):
-        cache.open_tree(nodes, torch.device("cpu"))
+        cache.open_tree(nodes)
         assert cache.view == view
         keys, values = cache.update(*random_rows(nodes), 0)
         assert keys.shape[2] == values.shape[2] == view
@@ -170,7 +170,7 @@ def test_a_layer_that_no_forward_writes_to_is_left_alone() -> None:
     rows = random_rows(4)
     cache.update(*rows, 0)
     naive.append(0, rows)
-    cache.open_tree(5, torch.device("cpu"))
+    cache.open_tree(5)
     rows = random_rows(5)
     cache.update(*rows, 0)
     naive.append(0, rows, [0, 3])
@@ -196,7 +196,7 @@ def test_crop_forgets_the_last_rows() -> None:
 def test_reset_forgets_the_rows_and_an_open_tree_and_keeps_the_buffers() -> None:
     cache, naive = TreeCache([False, True]), ListCache(2)
     prefill(cache, naive, 12)
-    cache.open_tree(3, torch.device("cpu"))
+    cache.open_tree(3)
     before = pointers(cache)
     cache.reset()
     assert cache.length == 0 and cache.slots is None
@@ -243,7 +243,7 @@ def test_a_tree_beyond_capacity_is_refused_and_one_up_to_it_is_not(committed: in
     if committed:
         prefill(cache, naive, committed)
     with pytest.raises(RuntimeError, match=rf"{257 - committed} rows at {committed} does not fit 256"):
-        cache.open_tree(257 - committed, torch.device("cpu"))
+        cache.open_tree(257 - committed)
     assert cache.slots is None
     if 0 < committed < 256:
         grow_tree(cache, naive, 256 - committed, [0])
@@ -380,7 +380,7 @@ def test_an_indexers_keys_go_with_the_rows_of_their_layer() -> None:
         mine.reserve(mine.length + nodes)
         length = mine.length
         if tree:
-            mine.open_tree(nodes, torch.device("cpu"))
+            mine.open_tree(nodes)
         rows, indexer_keys = random_rows(nodes), torch.randn(1, nodes, 6)
         for layer in range(2):
             mine.update(*rows, layer)
@@ -632,7 +632,7 @@ def test_after_an_exception_the_cache_is_empty_and_free_again(target: PreTrained
     def fail() -> None:
         with claim(target) as buffers:
             buffers.cache.update(*random_rows(3), 0)
-            buffers.cache.open_tree(4, torch.device("cpu"))
+            buffers.cache.open_tree(4)
             raise KeyError("inside")
 
     with pytest.raises(KeyError, match="inside"):

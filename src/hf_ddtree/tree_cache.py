@@ -38,7 +38,7 @@ class RowPlan:
     capacity: int
     layers: int
     stack: torch.Tensor | None = None  # (layers, 2, B, heads, capacity, head_dim)
-    slots: torch.Tensor | None = None  # (B, N) while a tree is open
+    slots: range | None = None  # while a tree is open
     view: int = 0  # rows that attention reads while a tree is open
     written: int = 0  # rows that may hold something
 
@@ -106,16 +106,16 @@ class TreeLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         slots = self.plan.slots
         if slots is not None:
-            self.append(key_states, value_states, slots.to(self.device))
             view = self.plan.view
         else:
             view = self.rows + key_states.shape[-2]
             if view > self.keys.shape[2]:
                 raise RuntimeError(f"{key_states.shape[-2]} rows behind {self.rows} do not fit {self.keys.shape[2]}.")
             self.plan.written = max(self.plan.written, view)
-            self.keys[:, :, self.rows : view] = key_states
-            self.values[:, :, self.rows : view] = value_states
+            slots = range(self.rows, view)
             self.rows = view
+        self.keys[:, :, slots.start : slots.stop] = key_states
+        self.values[:, :, slots.start : slots.stop] = value_states
         return self.keys[:, :, :view], self.values[:, :, :view]
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
@@ -129,22 +129,16 @@ class TreeLayer(CacheLayerMixin):
         """For a model that runs layers several times, each time with rows of their own: an empty layer beside it."""
         return TreeLayer(self.plan, None, self.is_sliding)
 
-    def append(self, key_states: torch.Tensor, value_states: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write rows `(B, heads, N, head_dim)` at `slots (B, N)`."""
-        _scatter_rows(self.keys, slots, key_states)
-        _scatter_rows(self.values, slots, value_states)
-
     @property
     def in_stack(self) -> bool:
         """Whether its buffers are part of the memory that layers alike share."""
         stack = self.plan.stack
         return stack is not None and self.place is not None and self.keys.data_ptr() == stack[self.place, 0].data_ptr()
 
-    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy the rows at slots `source (B, P)` to slots `target (B, P)`."""
+    def move(self, source: torch.Tensor, target: torch.Tensor | slice) -> None:
+        """Copy the rows at slots `source (B, P)` to slots `target`, `(B, P)` or consecutive."""
         for buffer in (self.keys, self.values):
-            index = source.to(self.device)[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
-            _scatter_rows(buffer, target.to(self.device), buffer.gather(2, index))
+            _move_rows(buffer, source, target)
 
     def grow(self) -> None:
         """Move to buffers of the owner's capacity."""
@@ -231,8 +225,8 @@ class TreeCache(Cache):
         return self.plan.capacity
 
     @property
-    def slots(self) -> torch.Tensor | None:
-        """The open tree's slots `(B, N)`."""
+    def slots(self) -> range | None:
+        """The open tree's slots, root first."""
         return self.plan.slots
 
     @property
@@ -257,19 +251,14 @@ class TreeCache(Cache):
             for layer in self.parts:
                 layer.grow()
 
-    def open_tree(self, nodes: int, device: torch.device, batch: int = 1) -> torch.Tensor:
-        """Let the next forward write `nodes` rows, root included, behind the committed ones.
-
-        Returns:
-            `torch.LongTensor` of shape `(B, N)`: their slots.
-        """
+    def open_tree(self, nodes: int) -> None:
+        """Let the next forward write `nodes` rows, root included, behind the committed ones."""
         length = self.length
         if length + nodes > self.capacity:
             raise RuntimeError(f"A tree of {nodes} rows at {length} does not fit {self.capacity} rows.")
         self.plan.written = max(self.plan.written, length + nodes)
         self.plan.view = min(-(-(length + nodes) // _ROW_MULTIPLE) * _ROW_MULTIPLE, self.capacity)
-        self.plan.slots = slots = (torch.arange(nodes, device=device) + length).expand(batch, -1)
-        return slots
+        self.plan.slots = range(length, length + nodes)
 
     def close_tree(self) -> None:
         """Drop what is left of an open tree: its rows are not committed and will be written over."""
@@ -280,11 +269,12 @@ class TreeCache(Cache):
 
         Args:
             rows: The tree's rows on the path, root (0) first.
-            path: The same as a tensor `(B, P)` where the slots are: to make it here would wait for the device.
+            path: The same as a tensor `(B, P)` on the device: to make it here would wait for that.
         """
         assert self.slots is not None
         if list(rows) != list(range(len(rows))):  # else they already lie where they belong
-            self.move(self.slots.gather(1, path), self.slots[:, : len(rows)])
+            start = self.slots.start
+            self.move(path + start, slice(start, start + len(rows)))
         self.commit(len(rows))
 
     def touch(self, rows: int) -> None:
@@ -299,15 +289,13 @@ class TreeCache(Cache):
                 layer.rows = length + rows
         self.plan.slots = None
 
-    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy the rows at slots `source (B, P)` to slots `target (B, P)`, in all layers."""
+    def move(self, source: torch.Tensor, target: torch.Tensor | slice) -> None:
+        """Copy the rows at slots `source (B, P)` to slots `target`, `(B, P)` or consecutive, in all layers."""
         stack = self.plan.stack
         if stack is not None and all(layer.is_initialized and layer.in_stack for layer in self.parts):
             # Indexing kernels count bytes in 32 bits.
             for part in stack.split(max(1, 2**31 // (stack[0].numel() * stack.element_size() + 1))):
-                shape = (*part.shape[:4], source.shape[1], part.shape[5])
-                rows = part.gather(4, source[None, None, :, None, :, None].expand(shape))
-                part.scatter_(4, target[None, None, :, None, :, None].expand(shape), rows)
+                _move_rows(part, source, target)
             return
         for layer in self.parts:
             if layer.is_initialized:
@@ -384,6 +372,14 @@ class DraftCache(TreeCache):
         return self.length + self.context_rows + query_length, 0
 
 
-def _scatter_rows(buffer: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """`buffer (B, heads, S, D)` at `slots (B, N)` becomes `rows (B, heads, N, D)`."""
-    buffer.scatter_(2, slots[:, None, :, None].expand_as(rows), rows)
+def _move_rows(buffer: torch.Tensor, source: torch.Tensor, target: torch.Tensor | slice) -> None:
+    """Copy rows of `buffer (..., B, heads, S, D)` from slots `source (B, P)` to slots `target`."""
+
+    def index(slots: torch.Tensor) -> torch.Tensor:
+        return slots.to(buffer.device)[:, None, :, None].expand(*buffer.shape[:-2], -1, buffer.shape[-1])
+
+    rows = buffer.gather(-2, index(source))
+    if isinstance(target, slice):  # where scattering is slow, as on a CPU
+        buffer[..., target, :] = rows
+    else:
+        buffer.scatter_(-2, index(target), rows)

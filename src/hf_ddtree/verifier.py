@@ -299,7 +299,7 @@ class Verifier:
         # Some versions of Phi-3 run the last token alone, and drop the cache again at every later step.
         self.drops_cache = dropped and self.cache.length < input_ids.shape[1]
         self.cache.crop(-1)
-        self.cache.open_tree(1, self.device)
+        self.cache.open_tree(1)
         return Verification(outputs.logits[:, -1:], features[:, -1:], outputs)
 
     def verify(self, token_ids: torch.Tensor, positions: torch.Tensor, ancestors: torch.Tensor) -> Verification:
@@ -313,12 +313,11 @@ class Verifier:
         depths = node_depths(ancestors)  # (B, N + 1)
         length = self.cache.length
         self.cache.reserve(length + token_ids.shape[1])
-        slots = self.cache.open_tree(token_ids.shape[1], token_ids.device, token_ids.shape[0])
+        self.cache.open_tree(token_ids.shape[1])
         masks = {
             kind: tree_mask(
                 ancestors,
                 depths,
-                slots,
                 length,
                 self.cache.view,
                 self.prompt_mask,
@@ -460,20 +459,18 @@ def row_scale_period(config: Any) -> int | None:
 def tree_mask(
     ancestors: torch.Tensor,
     depths: torch.Tensor,
-    slots: torch.Tensor,
-    length: int | torch.Tensor,
+    length: int,
     view: int,
     prompt_mask: torch.Tensor | None,
     window: int | None,
     dtype: torch.dtype,
     chunked: bool = False,
 ) -> torch.Tensor:
-    """The additive mask of a tree: committed rows, ancestors and itself.
+    """The additive mask of a tree that lies behind the committed rows: those, ancestors and itself.
 
     Args:
         ancestors: `(B, N, N)` bool, root included.
         depths: `(B, N)`.
-        slots: `(B, N)`, where the tree's rows are written.
         length: Committed rows.
         view: Columns of the mask.
         prompt_mask: `(B, slots)` bool, False for padded prompt rows.
@@ -486,17 +483,18 @@ def tree_mask(
         `(B, 1, N, view)`: 0 where attention is allowed, `finfo.min` elsewhere (eager attention would add a bool mask
         as ones, and -inf makes a row of NaN).
     """
-    batch, nodes = slots.shape
-    columns = torch.arange(view, device=slots.device).expand(batch, -1)
+    (batch, nodes), tree = depths.shape, slice(length, length + depths.shape[1])
+    columns = torch.arange(view, device=depths.device).expand(batch, -1)
     committed = columns < length
     if prompt_mask is not None:
         prompt = torch.nn.functional.pad(prompt_mask, (0, view - prompt_mask.shape[1]), value=True)
         committed = committed & prompt
     allowed = committed[:, None, :].expand(batch, nodes, view).clone()
-    allowed.scatter_(2, slots[:, None, :].expand(batch, nodes, nodes), ancestors)
+    allowed[:, :, tree] = ancestors
     if window is not None:
         node_slots = length + depths
-        key_slots = columns.scatter(1, slots, node_slots)
+        key_slots = columns.clone()
+        key_slots[:, tree] = node_slots
         if chunked:
             padding = 0 if prompt_mask is None else (prompt_mask.cumsum(dim=1) == 0).sum(dim=1, keepdim=True)
             node_chunks, key_chunks = (
@@ -505,5 +503,5 @@ def tree_mask(
             allowed &= node_chunks[:, :, None] == key_chunks[:, None, :]
         else:
             allowed &= key_slots[:, None, :] > (node_slots - window)[:, :, None]
-    mask = torch.zeros(batch, 1, nodes, view, dtype=dtype, device=slots.device)
+    mask = torch.zeros(batch, 1, nodes, view, dtype=dtype, device=depths.device)
     return mask.masked_fill_(~allowed[:, None], torch.finfo(dtype).min)
