@@ -66,6 +66,7 @@ def ddtree_decoding(
         with closing(Verifier(model, source.layer_ids, cache, model_kwargs, input_ids.device)) as verifier:
             rope = RopeSwitch(verifier.config)
             timed = functools.partial(stats.time, device=verifier.device if config.record_times else None)
+            call = Call(buffers, source, verifier, rope, record, logits_processor, do_sample, stats, timed)
             # The prompt gives the first bonus token, and its features are the drafter's first context.
             with timed("prefill"):
                 ahead = rows_ahead(record.room, source.nodes)
@@ -88,18 +89,13 @@ def ddtree_decoding(
                     make_budget, source, state_of(model).experiences, do_sample=do_sample, length=record.length
                 )
                 budget = find_budget(captured=reason is None)
-                draft_next = functools.partial(draft, source, verifier, rope, record, budget, timed)
                 started = clock()
-                drafted = draft_next(position)
+                drafted = draft(call, budget, position)
                 if reason is None:
-                    drafted, position, stop = captured_rounds(
-                        buffers, source, verifier, record, logits_processor, do_sample, budget, draft_next, drafted,
-                        position, stats, timed,
-                    )  # fmt: skip
+                    drafted, position, stop = captured_rounds(call, budget, drafted, position)
                     if config.budget == "auto":  # what they have left takes other times
                         budget = find_budget(captured=False)
                     started = clock()
-                    draft_next = functools.partial(draft, source, verifier, rope, record, budget, timed)
                 else:
                     stats.path = f"plain: {reason}"
 
@@ -133,7 +129,7 @@ def ddtree_decoding(
                 if not stop:
                     budget.observe(nodes, rows, None if plain else clock() - started, record.length)
                     started = clock()
-                    drafted = draft_next(position)
+                    drafted = draft(call, budget, position)
 
         if verifier.recomputed:  # what the caller's cache holds belongs to another text now
             users_cache = DynamicCache(config=verifier.config)
@@ -158,6 +154,20 @@ def ddtree_decoding(
     return output
 
 
+class Call(NamedTuple):
+    """What belongs to one call, whichever way its rounds run."""
+
+    buffers: Buffers
+    source: DDTreeCandidateGenerator
+    verifier: Verifier
+    rope: RopeSwitch
+    record: GenerationRecord
+    processors: LogitsProcessorList
+    do_sample: bool
+    stats: DDTreeStats
+    timed: Callable[[str], AbstractContextManager[None]]  # a stage, by name
+
+
 class Drafted(NamedTuple):
     """What the next round verifies."""
 
@@ -166,17 +176,10 @@ class Drafted(NamedTuple):
     plain: bool  # whether one plain step is due instead; then there are none
 
 
-def draft(
-    source: DDTreeCandidateGenerator,
-    verifier: Verifier,
-    rope: RopeSwitch,
-    record: GenerationRecord,
-    budget: Budget,
-    timed: Callable[[str], AbstractContextManager[None]],
-    position: torch.Tensor,
-) -> Drafted:
+def draft(call: Call, budget: Budget, position: torch.Tensor) -> Drafted:
     """The tree behind the bonus token, whose position is given."""
-    with timed("draft"):
+    source, verifier, rope, record = call.source, call.verifier, call.rope, call.record
+    with call.timed("draft"):
         placed = verifier.constants.place(position)
         plain = rope.crossed(record.length, placed) or verifier.drops_cache or verifier.plain_only
         depth = min(record.room - 1, rope.room(record.length, placed), verifier.most_nodes)
@@ -187,24 +190,14 @@ def draft(
 
 
 def captured_rounds(
-    buffers: Buffers,
-    source: DDTreeCandidateGenerator,
-    verifier: Verifier,
-    record: GenerationRecord,
-    processors: LogitsProcessorList,
-    do_sample: bool,
-    budget: Budget,
-    draft_next: Callable[[torch.Tensor], Drafted],
-    drafted: Drafted,
-    position: torch.Tensor,
-    stats: DDTreeStats,
-    timed: Callable[[str], AbstractContextManager[None]],
+    call: Call, budget: Budget, drafted: Drafted, position: torch.Tensor
 ) -> tuple[Drafted, torch.Tensor, bool]:
     """The rounds of `Step`, until generation ends or a step cannot be had.
 
     Returns:
         What the next round verifies, the position of its root, and whether generation ended.
     """
+    source, verifier, record, stats = call.source, call.verifier, call.record, call.stats
     stop, rounds = False, None
     root = record.last_token.to(verifier.device)
     tree, nodes, _ = drafted
@@ -215,7 +208,9 @@ def captured_rounds(
             if rounds is not None:  # outgrown: nothing may hold its graphs while the next are captured
                 root, position, tree = root.clone(), position.clone(), DraftTree(*map(torch.clone, tree))
                 rounds = step = None
-            rounds = find_rounds(buffers, source, processors, do_sample, budget, record.room, verifier.constants)
+            rounds = find_rounds(
+                call.buffers, source, call.processors, call.do_sample, budget, record.room, verifier.constants
+            )
             rounds.begin(root, position, record.room, tree, verifier.prompt_mask, verifier.constants)
             budget.ready = rounds.steps.keys()
             root, position, tree = rounds.root, rounds.position, rounds.tree
@@ -232,7 +227,7 @@ def captured_rounds(
             verified = DraftTree(*map(torch.clone, verified))
         bonus = record.last_token
         started = clock()
-        with timed("round"):
+        with call.timed("round"):
             outcome = step.run()
         seconds = clock() - started
         count, stop = record.commit_path(outcome.token_ids, outcome.tokens)
@@ -246,7 +241,7 @@ def captured_rounds(
         if step.drafts and budget.drafts:
             nodes = budget.choose(outcome.expected)
         else:  # drafting pauses, or begins again
-            fresh, nodes, _ = draft_next(position)
+            fresh, nodes, _ = draft(call, budget, position)
             if nodes:
                 rounds.begin(root, position, record.room, fresh, verifier.prompt_mask, verifier.constants)
     return Drafted(tree.first(nodes), nodes, plain=False), position, stop
