@@ -107,10 +107,10 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
 
 @contextlib.contextmanager
 def located(place: str) -> Iterator[None]:
-    """Say where a `ValueError`, of JSON as well, comes from."""
+    """Say where a `ValueError`, of JSON as well, or JSON that is nested beyond all measure, comes from."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: {error}") from None
 
 

@@ -60,6 +60,7 @@ def test_a_file_holds_prompts_turns_and_chats(tmp_path: Path) -> None:
         ('{"question": "?", "answer": "!"}', "got the columns question, answer"),
         ("{}", "got the columns of nothing"),
         ('{"prompt": "a"', "line 2: Expecting"),
+        ("[" * 100_000, "line 2: maximum recursion depth"),
         ("[1]", "expected an object"),
         ('{"prompt": 5}', "`prompt` must be a text"),
         ('{"turns": []}', "`turns` a list of texts"),
