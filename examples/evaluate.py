@@ -9,7 +9,8 @@ else the machine does falls on all of them; sampled answers begin with the same 
 call. With several turns a method goes on from its own answer, and the whole chat is its next prompt.
 
 Started again with the same arguments, it goes on where it was stopped; with several processes, each takes every n-th
-prompt. The last to finish writes `rows.jsonl`, `summary.json` and `summary.md` to the output directory.
+prompt. The last to finish writes `rows.jsonl`, `summary.json` and `summary.md` to the output directory. Of a run that
+was stopped, `--summarize` says what the prompts show that all methods have answered.
 
 With `--simulate` only the plain method answers the prompts. What trees would gain is counted along its texts, and
 predicted with what rounds cost here; a few prompts and minutes are enough. It writes `prediction.json` and `.md`.
@@ -49,8 +50,8 @@ from evaluation_methods import (
     regret,
     warm_up,
 )
-from evaluation_rows import Key, Row, RowFiles, WriteError, write_text, writing
-from evaluation_summary import markdown, summarize
+from evaluation_rows import Key, Row, RowFiles, WriteError, read_rows, read_settings, write_text, writing
+from evaluation_summary import answered_by_all, markdown, summarize
 from pair import DRAFTER, load_pair
 from prediction import is_predicted, predict
 from prediction import markdown as markdown_of_predictions
@@ -94,6 +95,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--base", help="what speedups are over; default: compiled generate on CUDA, else generate")
     parser.add_argument("--simulate", action="store_true", help="predict from one plain run: would it pay here?")
+    parser.add_argument("--summarize", action="store_true", help="only summarize the rows that there are")
     parser.add_argument("--output", type=Path, required=True, metavar="DIRECTORY")
     arguments = parser.parse_args(argv)
     arguments.temperature = list(dict.fromkeys(arguments.temperature))
@@ -291,10 +293,40 @@ def evaluate(arguments: argparse.Namespace) -> None:
     if rows is None:
         print(f"process {rank} is done; the last one merges.", file=sys.stderr)
         return
-    summary = {"settings": settings, "about": {"processes": ranks, "rows": len(rows)}}
-    summary |= summarize(rows, list(methods), base, arguments.seed)
-    write_text(arguments.output / "summary.json", json.dumps(summary, indent=1) + "\n")
-    write_text(arguments.output / "summary.md", markdown(summary))
+    write_summary(arguments.output, rows, settings, {"processes": ranks, "rows": len(rows)}, base)
+
+
+def summarize_stopped(directory: Path, base: str | None) -> None:
+    """Summarize the rows of a run that has not ended.
+
+    Args:
+        directory: Of its output.
+        base: What speedups are over; default: as in a run.
+
+    Raises:
+        ValueError: No prompt was answered by all methods, or the base is none of them.
+        FileNotFoundError: No run was begun there.
+    """
+    settings = read_settings(directory)
+    methods, cuda = settings["methods"], settings["cuda"] is not None
+    if base and base not in methods:
+        raise ValueError(f"the method {base} was not run; {', '.join(methods)} were.")
+    base = base or default_base(cuda)
+    few = PLAIN if cuda and settings["prompts of each set for plain methods"] else ()
+    rows = answered_by_all(read_rows(directory), [name for name in methods if name not in few])
+    if not rows:
+        raise ValueError(f"{directory} holds no prompt yet that all methods have answered.")
+    write_summary(directory, rows, settings, {"rows": f"{len(rows)}, of a run that has not ended"}, base)
+
+
+def write_summary(
+    directory: Path, rows: list[Row], settings: dict[str, Any], about: dict[str, Any], base: str
+) -> None:
+    """Write and print what rows show."""
+    summary = {"settings": settings, "about": about}
+    summary |= summarize(rows, settings["methods"], base, settings["seed"])
+    write_text(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
+    write_text(directory / "summary.md", markdown(summary))
     print(markdown(summary))
 
 
@@ -330,7 +362,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     go_on = f"What is done stays in {arguments.output}; the same command goes on from there."
     try:
-        evaluate(arguments)
+        if arguments.summarize:
+            summarize_stopped(arguments.output, arguments.base)
+        else:
+            evaluate(arguments)
     except KeyboardInterrupt:
         print(f"\nStopped. {go_on}", file=sys.stderr)
         return 130

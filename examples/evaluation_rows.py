@@ -106,7 +106,7 @@ class RowFiles:
         if not path.exists():
             write_text(path, json.dumps(settings, indent=1) + "\n")
             return
-        earlier = json_of(path, path.read_bytes())
+        earlier = read_settings(self.directory)
         names = [name for name in earlier | settings if earlier.get(name) != settings.get(name)]
         if names:
             differences = "; ".join(f"{name} was {earlier.get(name)!r}, now {settings.get(name)!r}" for name in names)
@@ -114,6 +114,13 @@ class RowFiles:
                 f"{self.directory} holds rows of other settings ({differences}). Give the same ones to go on there, "
                 "or another --output."
             )
+
+
+def read_settings(directory: Path) -> dict[str, Any]:
+    """What the rows of an evaluation depend on; `FileNotFoundError` where none was begun."""
+    path = directory / "settings.json"
+    settings: dict[str, Any] = json_of(path, path.read_bytes())
+    return settings
 
 
 def read_rows(directory: Path) -> list[Row]:

@@ -57,6 +57,14 @@ def summarize(rows: Sequence[Row], methods: Sequence[str], base: str, seed: int 
     }
 
 
+def answered_by_all(rows: Sequence[Row], methods: Sequence[str]) -> list[Row]:
+    """The rows of prompts, each at one temperature, that have one of each of `methods`; with those of further ones."""
+    done: dict[tuple[str, int, float], set[str]] = {}
+    for row in rows:
+        done.setdefault((row["set"], row["prompt"], row["temperature"]), set()).add(row["method"])
+    return [row for row in rows if done[row["set"], row["prompt"], row["temperature"]].issuperset(methods)]
+
+
 def table(rows: Sequence[Row], base: str, seed: int) -> dict[str, dict[str, Any]]:
     """Figures of each method, over the rows of one temperature."""
     by_method: dict[str, dict[tuple[str, int], Row]] = {}

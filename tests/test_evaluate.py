@@ -124,6 +124,34 @@ def test_what_is_done_is_not_done_again(
     assert "other settings (seed was 0, now 1)" in capsys.readouterr().err
 
 
+def test_a_stopped_run_is_summarized(
+    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    methods = ["generate", "chain", "ddtree 3"]
+    append, rows = evaluation_rows.RowFiles.append, tmp_path / "rows-0.jsonl"
+
+    def stopping(files: evaluation_rows.RowFiles, row: evaluation_rows.Row) -> None:
+        append(files, row)
+        if len(files.done) == 2 * len(methods) + 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluation_rows.RowFiles, "append", stopping)
+    assert evaluate.main([*pair, "--methods", *methods, "--output", str(tmp_path)]) == 130
+    before = rows.read_text()
+    capsys.readouterr()
+    summarize = ["--summarize", "--output", str(tmp_path)]
+    assert evaluate.main(summarize) == 0
+    assert "of a run that has not ended" in capsys.readouterr().out
+    table = json.loads((tmp_path / "summary.json").read_text())["tables"][-1]["methods"]
+    assert {name: row["prompts"] for name, row in table.items()} == dict.fromkeys(methods, 2)
+    assert rows.read_text() == before
+
+    assert evaluate.main([*summarize, "--base", "ddtree 7"]) == 2
+    assert "the method ddtree 7 was not run" in capsys.readouterr().err
+    assert evaluate.main(["--summarize", "--output", str(tmp_path / "none")]) == 2
+    assert "none/settings.json" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [(KeyboardInterrupt(), 130, "Stopped."), (OSError(28, "No space left on device"), 1, "No space left on device")],
