@@ -8,7 +8,7 @@ import gc
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytest
@@ -66,7 +66,7 @@ def decode(
     drafter: str,
     rounds: int,
     seed: int = 0,
-    held_up: range = range(0),
+    held_up: Collection[int] = (),
     length: int = 100,
 ) -> list[tuple[int, int, float]]:
     """Size, tokens and seconds of simulated rounds, some of which something else holds up."""
@@ -158,6 +158,40 @@ def test_what_held_up_the_first_rounds_is_forgotten(cost: Callable[[int], float]
     rounds = decode(LearnedBudget(SIZES, 15, experience, 100, captured=False), cost, drafter, 300)[100:]
     best = max(speed(decode(Budget((size,)), cost, drafter, 300)[100:]) for size in SIZES)
     assert speed(rounds) >= 0.95 * best
+
+
+@pytest.mark.parametrize("drafter", ["fair", "nearly perfect"])
+@pytest.mark.parametrize("cost", [flat, steep])
+def test_what_slows_all_rounds_for_a_while_changes_no_choice(cost: Callable[[int], float], drafter: str) -> None:
+    """As other programs do on the same machine."""
+    slow = [number for number in range(100, 800) if number % 100 < 30]
+    rounds = decode(LearnedBudget(SIZES, 15, Experience(SIZES), 100, captured=False), cost, drafter, 800, held_up=slow)
+    best = max(speed(decode(Budget((size,)), cost, drafter, 800)[100:]) for size in SIZES)
+    assert speed(rounds[100:]) >= 0.95 * best
+
+
+def test_a_machine_that_stays_slower_has_other_costs() -> None:
+    experience = Experience(SIZES)
+    for _ in range(20):
+        experience.add(7, 15, 10.0)
+    for _ in range(20):
+        experience.add(7, 15, 30.0)
+    assert experience.cost(7, 15) == 10 and experience.pace == 3
+    for _ in range(30):
+        experience.add(7, 15, 30.0)
+    assert experience.cost(7, 15) == 30 and experience.pace == 1
+
+
+def test_few_poor_rounds_do_not_end_drafting_where_earlier_calls_gained() -> None:
+    experience = Experience(SIZES)
+    decode(LearnedBudget(SIZES, 15, experience, 100, captured=False), flat, "nearly perfect", 300)
+    budget = LearnedBudget(SIZES, 15, experience, 100, captured=False)
+    trees, lasted = rounds_of("useless"), 0
+    while budget.drafts:
+        nodes = budget.cut(next(trees)[0])[1]
+        budget.observe(nodes, [0], flat(nodes), 100)
+        lasted += 1
+    assert 20 <= lasted <= 50
 
 
 def test_one_round_that_is_held_up_does_not_end_drafting() -> None:

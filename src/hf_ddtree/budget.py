@@ -10,6 +10,7 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Collection, MutableMapping, Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,13 +26,16 @@ _TRIES = 3  # rounds of a size after which its cost is known
 _SAMPLES = 8  # the latest rounds of a size, whose lower quartile is its cost: what disturbs a round makes it longer
 _FADE = 0.97  # weight of the rounds before, in what is known of a drafter
 _PRIOR = 1.0  # expected tokens that the drafter's own word counts for
-_CARRIED = 4.0  # expected tokens that earlier calls' experience counts for, at most
+_CARRIED = 4.0  # expected tokens, and rounds of trees, that earlier calls' experience counts for, at most
 _ROUNDS = 4  # of trees, before single tokens are thought of
 _LATE = 2.0  # times the cost of its size, that a round counts for at most: one that is held up says nothing of trees
 _FORGOTTEN = 128  # rounds without a size, after which its cost is learned anew; twice as many each time
 _KEPT = 0.5  # of what trees have shown before a pause, that counts after it
 _PAUSE = 64  # tokens until trees are tried again; twice as many each time
 CAPTURE_SHARE = 1.0  # of the time spent in rounds, that captures may take
+_LATEST = 5  # rounds of any sizes, whose median lateness is the machine's: what else it does slows all alike
+_USUAL = 1.1  # times the usual seconds, that are usual still
+_LASTING = 32  # rounds, after which an unusual pace is learned as what rounds cost
 _HOPE = 0.9  # of what the line through two known sizes says, that a third costs at least
 _LEAST_SHARE = 0.5  # of the smallest tree's round, that a round without one takes at least: it reads the same weights
 
@@ -110,11 +114,15 @@ class Experience:
     """What is known of a target with a drafter: kept between calls, and shared by those that run at a time."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        # Seconds of the latest rounds, by the magnitude of the text's length and by size.
+        # Seconds of the latest rounds at the usual pace, by the magnitude of the text's length and by size.
         self.seconds: dict[int, dict[int, list[float]]] = {}
         # Of the nodes between a size and the one before: tokens that they were expected to add, and that they did.
         self.expected = [0.0] * len(sizes)
         self.added = [0.0] * len(sizes)
+        # Rounds with trees, their tokens, and their seconds at the usual pace; they fade.
+        self.shown: tuple[float, ...] = (0.0, 0.0, 0.0)
+        self._lateness: list[float] = []  # of the latest rounds: how many times as long as usual they took
+        self._unusual = 0  # rounds in a row for which that has been unusual
         self.capturing = self.decoding = 0.0  # seconds of all calls
         self.compiled: set[int] = set()
         self.ruled_out: set[int] = set()
@@ -127,14 +135,46 @@ class Experience:
         self.decoding += seconds
         self.rounds += size > 0  # while drafting pauses, nothing is forgotten
         self._last[size] = self.rounds
+        if usual := self._usual(magnitude, size):
+            self._lateness = [*self._lateness[1 - _LATEST :], seconds / usual]
+        pace = self.pace
+        self._unusual = self._unusual + 1 if pace != 1.0 else 0
         samples = self.seconds.setdefault(magnitude, {})
-        samples[size] = [*samples.get(size, ())[1 - _SAMPLES :], seconds]
+        own = samples.get(size, [])
+        if len(own) < _TRIES:
+            samples[size] = [*own, seconds / pace]
+        elif self._unusual == 0 or self._unusual > _LASTING:
+            samples[size] = [*own[1 - _SAMPLES :], seconds]
         old = [s for s, last in self._last.items() if self.rounds - last > self._patience[s]]
         for size_ in old:  # it may have been measured while something held up the device
             self._last[size_], self._patience[size_] = self.rounds, 2 * self._patience[size_]
             for of_size in list(self.seconds.values()):
                 of_size.pop(size_, None)
         return bool(old) or len(samples[size]) == _TRIES
+
+    @property
+    def pace(self) -> float:
+        """How many times as long as usual rounds of all sizes take at present."""
+        late = median(self._lateness) if len(self._lateness) == _LATEST else 1.0
+        return 1.0 if 1 / _USUAL < late < _USUAL else late
+
+    def _usual(self, magnitude: int, size: int) -> float | None:
+        """The median of the latest rounds of a size, at this magnitude or the nearest at which it is known."""
+        near = (self.seconds[m].get(size, ()) for m in self._by_distance(magnitude))
+        return next((median(samples) for samples in near if len(samples) >= _TRIES), None)
+
+    def _by_distance(self, magnitude: int) -> list[int]:
+        """Magnitudes that were seen, the nearest first."""
+        return sorted(self.seconds, key=lambda m: (abs(m - magnitude), m))
+
+    def show(self, tokens: int, seconds: float) -> None:
+        """Note what a round with a tree gave, and what it took at the usual pace."""
+        self.fade(_FADE)
+        self.shown = tuple(sum_ + new for sum_, new in zip(self.shown, (1, tokens, seconds), strict=True))
+
+    def fade(self, share: float) -> None:
+        """Let what trees have shown count for a share of what it did."""
+        self.shown = tuple(share * sum_ for sum_ in self.shown)
 
     def cost(self, magnitude: int, size: int) -> float | None:
         """Seconds of a round, or `None` if too few were seen."""
@@ -144,7 +184,7 @@ class Experience:
     def costs(self, magnitude: int, sizes: Sequence[int]) -> dict[int, float]:
         """Seconds of a round by size, as seen at this magnitude, else at the nearest; or what it takes at least."""
         seen: dict[int, dict[int, float]] = {}
-        for m in sorted(self.seconds, key=lambda m: (abs(m - magnitude), m)):
+        for m in self._by_distance(magnitude):
             seen[m] = {size: cost for size in sizes if (cost := self.cost(m, size)) is not None}
         known = seen.pop(magnitude, {})
         costs = dict(known)
@@ -208,7 +248,7 @@ class LearnedBudget(Budget):
         self._promised: Sequence[float] = ()
         self._pause, self._next_pause = 0, _PAUSE
         self._rounds = 0  # of trees since the last pause
-        self._tokens, self._accepted, self._seconds = 0.0, 0.0, 0.0  # of trees; they fade
+        experience.fade(min(1.0, _CARRIED / max(experience.shown[0], 1.0)))
         for i, expected in enumerate(experience.expected):
             if expected > _CARRIED:
                 experience.added[i] *= _CARRIED / expected
@@ -250,9 +290,8 @@ class LearnedBudget(Budget):
             self._correct(nodes, rows)
         if nodes and not tried_out:
             self._rounds += 1
-            seconds = min(seconds, _LATE * self._costs.get(nodes, 0.0) or seconds)
-            self._tokens, self._seconds = _FADE * self._tokens + len(rows), _FADE * self._seconds + seconds
-            self._accepted = _FADE * self._accepted + len(rows) - 1
+            seconds /= known.pace
+            known.show(len(rows), min(seconds, _LATE * self._costs.get(nodes, 0.0) or seconds))
             if self._rounds >= _ROUNDS and self._single_tokens_win():
                 self._rest()
         elif self._pause:
@@ -295,8 +334,9 @@ class LearnedBudget(Budget):
 
     def _single_tokens_win(self) -> bool:
         """Whether they would have been faster, even were the accepted tokens few by chance."""
-        tokens = self._tokens + math.sqrt(1.0 + self._accepted)
-        return self.sizes[0] == 0 and self._is_open(0) and tokens * self._costs[0] < self._seconds
+        rounds, tokens, seconds = self.experience.shown
+        tokens += math.sqrt(1.0 + tokens - rounds)
+        return self.sizes[0] == 0 and self._is_open(0) and tokens * self._costs[0] < seconds
 
     def _rest(self) -> None:
         """Draft nothing for a while."""
@@ -305,11 +345,7 @@ class LearnedBudget(Budget):
             return
         self._pause, self._next_pause = self._next_pause, 2 * self._next_pause
         self._rounds = 0
-        self._tokens, self._accepted, self._seconds = (
-            _KEPT * self._tokens,
-            _KEPT * self._accepted,
-            _KEPT * self._seconds,
-        )
+        self.experience.fade(_KEPT)
 
 
 def promises(tree: DraftTree, sizes: Sequence[int]) -> torch.Tensor:
