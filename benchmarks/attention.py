@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_ddtree.attention import tree_attention, tree_attention_reference
+from hf_ddtree.attention import Rows, tree_attention, tree_attention_reference
 from timing import copy_bandwidth, graph_microseconds
 
 if TYPE_CHECKING:  # the kernel needs Triton, and all but the sweep run without
@@ -38,21 +38,9 @@ class Round(NamedTuple):
     mask: torch.Tensor  # (1, 1, Q, S), additive, of the columns above
 
     def call(self, attend: Callable[..., torch.Tensor], rows: torch.Tensor, **kwargs: Blocks) -> torch.Tensor:
-        return attend(
-            self.query,
-            self.key,
-            self.value,
-            rows[0],
-            rows[1],
-            self.length,
-            self.visible,
-            self.depths,
-            self.depths,
-            self.committed,
-            self.query.shape[-1] ** -0.5,
-            None,
-            **kwargs,
-        )
+        round_ = self.length, self.committed, self.visible, self.depths, self.depths
+        own = Rows(rows[0], rows[1], *round_, window=None)
+        return attend(self.query, self.key, self.value, own, self.query.shape[-1] ** -0.5, **kwargs)
 
     def sdpa(self, rows: torch.Tensor) -> torch.Tensor:
         """As a static cache is attended to."""

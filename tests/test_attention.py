@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_ddtree.attention import tree_attention, tree_attention_reference
+from hf_ddtree.attention import Rows, tree_attention, tree_attention_reference
 from hf_ddtree.verifier import tree_mask
 from interpreter import INTERPRETED, run_interpreted, starts_the_interpreter
 
@@ -84,10 +84,26 @@ class Case:
         return inputs
 
 
+def arguments(inputs: dict[str, Any]) -> tuple[Any, ...]:
+    """What `tree_attention` takes."""
+    rows = Rows(
+        inputs["key_rows"],
+        inputs["value_rows"],
+        *(inputs[name] for name in ("length", "committed", "visible", "depths", "column_depths", "window")),
+    )
+    return (
+        *(inputs[name] for name in ("query", "key", "value")),
+        rows,
+        inputs["scaling"],
+        inputs["softcap"],
+        inputs["sinks"],
+    )
+
+
 def call(attend: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The output, and the rows as they are afterwards."""
     own = inputs | {name: inputs[name].clone() for name in ("key_rows", "value_rows")}
-    output = attend(*own.values())
+    output = attend(*arguments(own))
     return output, own["key_rows"], own["value_rows"]
 
 
@@ -211,7 +227,7 @@ def test_refuses_rows_of_another_dtype_and_rows_that_lie_apart() -> None:
     with pytest.raises(TypeError, match="float16"):
         call(tree_attention_triton, inputs | {"key_rows": inputs["key_rows"].half()})
     with pytest.raises(ValueError, match="stride"):
-        tree_attention_triton(*(inputs | {"key_rows": inputs["key_rows"].mT.contiguous().mT}).values())
+        tree_attention_triton(*arguments(inputs | {"key_rows": inputs["key_rows"].mT.contiguous().mT}))
 
 
 INTERPRETED_CASES: dict[str, tuple[Case, Blocks | None]] = {
@@ -298,11 +314,11 @@ class TestOnGPU:
         torch.cuda.synchronize()
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            tree_attention(*own.values())
+            tree_attention(*arguments(own))
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            output = tree_attention(*own.values())
+            output = tree_attention(*arguments(own))
         for lengths in ((700, 1), (1792, 100), (0, 0), (63, 64), (65, 1500), (700, 1)):
             own["length"].copy_(torch.tensor(lengths))
             for name, kept in zip(("key_rows", "value_rows"), rows, strict=True):

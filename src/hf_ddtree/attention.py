@@ -9,24 +9,30 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+
+class Rows(NamedTuple):
+    """The static rows of one layer, `S` slots with `C` columns of the round among them, and who sees what."""
+
+    keys: torch.Tensor  # (B, Hkv, S, D)
+    values: torch.Tensor  # (B, Hkv, S, Dv)
+    length: torch.Tensor  # (B,) int64, committed rows, at most S - C
+    committed: torch.Tensor  # (B, S) bool, False for slots below `length` that hold padding
+    visible: torch.Tensor  # (B, Q, C) bool, which of this round's columns a query sees
+    depths: torch.Tensor  # (B, Q) int64, not negative: `length + depths` is a query's slot as the window counts
+    column_depths: torch.Tensor  # (B, C) int64, the same of this round's columns
+    window: int | None  # a query sees columns less than this many slots before its own
 
 
 def tree_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    key_rows: torch.Tensor,
-    value_rows: torch.Tensor,
-    length: torch.Tensor,
-    visible: torch.Tensor,
-    depths: torch.Tensor,
-    column_depths: torch.Tensor,
-    committed: torch.Tensor,
+    rows: Rows,
     scaling: float,
-    window: int | None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -37,28 +43,19 @@ def tree_attention(
     are not finite.
 
     Args:
-        query: `(B, H, Q, D)`, float32, bfloat16 or float16 as are the next four.
+        query: `(B, H, Q, D)`, float32, bfloat16 or float16 as are keys and values.
         key: `(B, Hkv, C, D)`, the columns of this round; `H` is a multiple of `Hkv`.
         value: `(B, Hkv, C, Dv)`.
-        key_rows: `(B, Hkv, S, D)`, changed in place: `key` is written at slots `length` to `length + C - 1`.
-        value_rows: `(B, Hkv, S, Dv)`, changed in the same way.
-        length: `(B,)` int64, committed rows, at most `S - C`.
-        visible: `(B, Q, C)` bool, which of this round's columns a query sees.
-        depths: `(B, Q)` int64, not negative: `length + depths` is a query's slot as the window counts.
-        column_depths: `(B, C)` int64, the same of this round's columns.
-        committed: `(B, S)` bool, False for slots below `length` that hold padding.
+        rows: What stands in the cache, changed in place: `key` and `value` are written at slots `length` to
+            `length + C - 1`.
         scaling: Of the scores.
-        window: A query sees columns less than this many slots before its own; None for no window.
         softcap: Scores `s` become `softcap * tanh(s / softcap)`.
         sinks: `(H,)`, a logit per head that takes part in the denominator only.
 
     Returns:
         `(B, Q, H, Dv)`, contiguous, in the query's dtype.
     """
-    arguments = (
-        query, key, value, key_rows, value_rows, length, visible, depths, column_depths, committed, scaling, window,
-        softcap, sinks,
-    )  # fmt: skip
+    arguments = query, key, value, rows, scaling, softcap, sinks
     if query.device.type == "cuda" and (kernel := _kernel()) is not None:
         with torch.cuda.device_of(query):  # Triton launches on the current device
             output: torch.Tensor = kernel.tree_attention_triton(*arguments)
@@ -70,34 +67,28 @@ def tree_attention_reference(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    key_rows: torch.Tensor,
-    value_rows: torch.Tensor,
-    length: torch.Tensor,
-    visible: torch.Tensor,
-    depths: torch.Tensor,
-    column_depths: torch.Tensor,
-    committed: torch.Tensor,
+    rows: Rows,
     scaling: float,
-    window: int | None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`tree_attention` in plain tensors, for any device; it costs `S` columns whatever the length is."""
     batch, _, queries, dim = query.shape
-    kv_heads, columns, capacity = key.shape[1], key.shape[2], key_rows.shape[2]
-    new_slots = length[:, None] + torch.arange(columns, device=query.device)  # (B, C)
-    for rows, new in ((key_rows, key), (value_rows, value)):
-        rows.scatter_(2, new_slots[:, None, :, None].expand_as(new), new)
+    kv_heads, columns, capacity = key.shape[1], key.shape[2], rows.keys.shape[2]
+    length = rows.length[:, None]
+    new_slots = length + torch.arange(columns, device=query.device)  # (B, C)
+    for kept, new in ((rows.keys, key), (rows.values, value)):
+        kept.scatter_(2, new_slots[:, None, :, None].expand_as(new), new)
 
     slots = torch.arange(capacity, device=query.device).expand(batch, -1)
-    allowed = (committed & (slots < length[:, None]))[:, None, :].repeat(1, queries, 1)  # (B, Q, S)
-    allowed.scatter_(2, new_slots[:, None, :].expand_as(visible), visible)
-    if window is not None:
-        key_slots = slots.scatter(1, new_slots, length[:, None] + column_depths)
-        allowed &= (length[:, None] + depths)[:, :, None] - key_slots[:, None, :] < window
+    allowed = (rows.committed & (slots < length))[:, None, :].repeat(1, queries, 1)  # (B, Q, S)
+    allowed.scatter_(2, new_slots[:, None, :].expand_as(rows.visible), rows.visible)
+    if rows.window is not None:
+        key_slots = slots.scatter(1, new_slots, length + rows.column_depths)
+        allowed &= (length + rows.depths)[:, :, None] - key_slots[:, None, :] < rows.window
 
     grouped = query.reshape(batch, kv_heads, -1, queries, dim).flatten(2, 3).float()  # (B, Hkv, G * Q, D)
-    scores = (grouped @ key_rows.float().transpose(2, 3)).mul_(scaling)
+    scores = (grouped @ rows.keys.float().transpose(2, 3)).mul_(scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.view(batch, kv_heads, -1, queries, capacity).masked_fill(~allowed[:, None, None], -torch.inf)
@@ -111,8 +102,8 @@ def tree_attention_reference(
         total = total + torch.exp(sinks - highest)
 
     # A weight of 0 does not keep NaN out of a product, so such values are cut, and given to those that see them.
-    finite = value_rows.isfinite()
-    output = weights.flatten(2, 3) @ value_rows.float().masked_fill(~finite, 0)
+    finite = rows.values.isfinite()
+    output = weights.flatten(2, 3) @ rows.values.float().masked_fill(~finite, 0)
     output = output.view(batch, kv_heads, -1, queries, value.shape[3]) / torch.where(total == 0, 1, total)
     spoilt = (allowed[:, None] & ~finite.all(-1)[:, :, None]).any(-1)  # (B, Hkv, Q)
     output = output.masked_fill(spoilt[:, :, None, :, None], torch.nan)

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .attention import Rows
+
 
 class Blocks(NamedTuple):
     """How the kernel is cut: `rows` queries (a group's heads folded in) and `columns` slots at a time."""
@@ -65,15 +67,8 @@ def tree_attention_triton(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    key_rows: torch.Tensor,
-    value_rows: torch.Tensor,
-    length: torch.Tensor,
-    visible: torch.Tensor,
-    depths: torch.Tensor,
-    column_depths: torch.Tensor,
-    committed: torch.Tensor,
+    rows: Rows,
     scaling: float,
-    window: int | None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     blocks: Blocks | None = None,
@@ -87,32 +82,33 @@ def tree_attention_triton(
         TypeError: The rows' dtype is not the query's.
         ValueError: The elements of a row do not lie side by side.
     """
-    if len({tensor.dtype for tensor in (query, key, value, key_rows, value_rows)}) > 1:
-        raise TypeError(f"The query's dtype is {query.dtype}, the rows' {key_rows.dtype}: they must be the same.")
-    if key_rows.stride(3) != 1 or value_rows.stride(3) != 1:
-        raise ValueError("The last dimension of `key_rows` and `value_rows` must have stride 1.")
+    if len({tensor.dtype for tensor in (query, key, value, rows.keys, rows.values)}) > 1:
+        raise TypeError(f"The query's dtype is {query.dtype}, the rows' {rows.keys.dtype}: they must be the same.")
+    if rows.keys.stride(3) != 1 or rows.values.stride(3) != 1:
+        raise ValueError("The last dimension of the rows' keys and values must have stride 1.")
     query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
     length, visible, depths, column_depths, committed = (
-        x.contiguous() for x in (length, visible, depths, column_depths, committed)
+        x.contiguous() for x in (rows.length, rows.visible, rows.depths, rows.column_depths, rows.committed)
     )
+    window = rows.window
     batch, heads, queries, dim = query.shape
-    kv_heads, columns, capacity, value_dim = key.shape[1], key.shape[2], key_rows.shape[2], value.shape[3]
-    rows = heads // kv_heads * queries
+    kv_heads, columns, capacity, value_dim = key.shape[1], key.shape[2], rows.keys.shape[2], value.shape[3]
+    query_rows = heads // kv_heads * queries
     block_dim, block_value_dim = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
     if blocks is None:
         limits = _limits(query.device) if query.is_cuda else ()
         largest = max(block_dim, block_value_dim)
-        blocks = choose_blocks(rows, batch * kv_heads, capacity, largest, query.element_size(), *limits)
+        blocks = choose_blocks(query_rows, batch * kv_heads, capacity, largest, query.element_size(), *limits)
     output = query.new_empty(batch, queries, heads, value_dim)
-    partial_output = query.new_empty(batch * kv_heads, rows, blocks.splits, value_dim, dtype=torch.float32)
-    partial_highest = query.new_empty(batch * kv_heads, rows, blocks.splits, dtype=torch.float32)
+    partial_output = query.new_empty(batch * kv_heads, query_rows, blocks.splits, value_dim, dtype=torch.float32)
+    partial_highest = query.new_empty(batch * kv_heads, query_rows, blocks.splits, dtype=torch.float32)
     partial_total = torch.empty_like(partial_highest)
-    _split_kernel[triton.cdiv(rows, blocks.rows), batch * kv_heads, blocks.splits](
+    _split_kernel[triton.cdiv(query_rows, blocks.rows), batch * kv_heads, blocks.splits](
         query,
         key,
         value,
-        key_rows,
-        value_rows,
+        rows.keys,
+        rows.values,
         length,
         visible,
         depths,
@@ -124,9 +120,9 @@ def tree_attention_triton(
         *query.stride()[:3],
         *key.stride()[:3],
         *value.stride()[:3],
-        *key_rows.stride()[:3],
-        *value_rows.stride()[:3],
-        rows,
+        *rows.keys.stride()[:3],
+        *rows.values.stride()[:3],
+        query_rows,
         queries,
         columns,
         capacity,
@@ -147,14 +143,14 @@ def tree_attention_triton(
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=blocks.warps,
     )
-    _join_kernel[rows, batch * kv_heads](
+    _join_kernel[query_rows, batch * kv_heads](
         partial_output,
         partial_highest,
         partial_total,
         length,
         sinks,
         output,
-        rows,
+        query_rows,
         queries,
         columns,
         window or 0,

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
+from .attention import Rows
 from .budget import promises
 from .candidate_generator import DDTreeCandidateGenerator, best_candidates, draft_logits, embed_tokens
 from .draft_tree import DraftTree, TreeKind, ancestor_matrix, build_tree, node_depths
 from .logits_process import Noise, choose, follow
-from .shadow import Rows, compile_layers, each_attends_once, give_rows, shadow
+from .shadow import compile_layers, each_attends_once, give_rows, shadow
 from .tree_cache import TreeCache
 from .verifier import Constants, FeatureTaps, decoder_layers, layer_kinds
 

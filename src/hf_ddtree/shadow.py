@@ -13,29 +13,16 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention import tree_attention
+from .attention import Rows, tree_attention
 
 ATTENTION = "hf_ddtree"
-
-
-class Rows(NamedTuple):
-    """What an attention layer of a shadow reads and writes: its cache rows, and the round that all layers share."""
-
-    keys: torch.Tensor  # (B, heads, S, D)
-    values: torch.Tensor
-    length: torch.Tensor  # (B,)
-    committed: torch.Tensor  # (B, S) bool, see `tree_attention`
-    visible: torch.Tensor  # (B, Q, C) bool
-    depths: torch.Tensor  # (B, Q)
-    column_depths: torch.Tensor  # (B, C)
-    window: int | None
 
 
 # What layers pass on that says nothing of the scores, or what the rows say already.
@@ -66,10 +53,7 @@ def _attend(
     for new, kept in ((key, rows.keys), (value, rows.values)):
         if (new.shape[:2], new.shape[3], new.dtype) != (kept.shape[:2], kept.shape[3], kept.dtype):
             raise NotImplementedError("attention over other keys or values than the cache keeps")
-    return tree_attention(
-        query, key, value, rows.keys, rows.values, rows.length, rows.visible, rows.depths, rows.column_depths,
-        rows.committed, scaling, rows.window, softcap, sinks,
-    )  # fmt: skip
+    return tree_attention(query, key, value, rows, scaling, softcap, sinks)
 
 
 @_attend.register_fake
