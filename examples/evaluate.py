@@ -56,6 +56,8 @@ from pair import DRAFTER, load_pair
 from prediction import is_predicted, predict
 from prediction import markdown as markdown_of_predictions
 
+UNFINISHED = ", of a run that has not ended"
+
 
 class Task(NamedTuple):
     """What one row is of."""
@@ -296,8 +298,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
     write_summary(arguments.output, rows, settings, {"processes": ranks, "rows": len(rows)}, base)
 
 
-def summarize_stopped(directory: Path, base: str | None) -> None:
-    """Summarize the rows of a run that has not ended.
+def summarize_rows(directory: Path, base: str | None) -> None:
+    """Summarize the rows that there are of a run.
 
     Args:
         directory: Of its output.
@@ -316,7 +318,8 @@ def summarize_stopped(directory: Path, base: str | None) -> None:
     rows = answered_by_all(read_rows(directory), [name for name in methods if name not in few])
     if not rows:
         raise ValueError(f"{directory} holds no prompt yet that all methods have answered.")
-    write_summary(directory, rows, settings, {"rows": f"{len(rows)}, of a run that has not ended"}, base)
+    ended = (directory / "rows.jsonl").exists()  # written when all are there
+    write_summary(directory, rows, settings, {"rows": f"{len(rows)}{'' if ended else UNFINISHED}"}, base)
 
 
 def write_summary(
@@ -363,7 +366,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     go_on = f"What is done stays in {arguments.output}; the same command goes on from there."
     try:
         if arguments.summarize:
-            summarize_stopped(arguments.output, arguments.base)
+            summarize_rows(arguments.output, arguments.base)
         else:
             evaluate(arguments)
     except KeyboardInterrupt:

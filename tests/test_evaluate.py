@@ -119,6 +119,8 @@ def test_what_is_done_is_not_done_again(
     monkeypatch.setattr(evaluation_methods, "answer", lambda *_: pytest.fail("was done before"))
     assert evaluate.main([*arguments, "--base", "ddtree 3"]) == 0
     assert json.loads((tmp_path / "summary.json").read_text())["base"] == "ddtree 3"
+    assert evaluate.main(["--summarize", "--output", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "summary.json").read_text())["about"] == {"rows": "8"}
     capsys.readouterr()
     assert evaluate.main([*arguments, "--seed", "1"]) == 2
     assert "other settings (seed was 0, now 1)" in capsys.readouterr().err
