@@ -27,6 +27,7 @@ import torch
 import typer
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import get_args_parser as torchrun_parser
 from transformers import PreTrainedModel, dynamic_module_utils
 from transformers.generation.utils import GenerationMixin
 
@@ -195,7 +196,7 @@ def check_program(words: list[str]) -> None:
     match words:
         case ["make", target, *_]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
-        case ["make"] | ["pip", "install", *_] | ["accelerate", "launch", *_]:
+        case ["make"] | ["pip", "install", *_] | ["accelerate", "launch", *_] | ["torchrun", *_]:
             pass
         case ["python", "-m", "hf_ddtree", command, *_]:
             assert command in typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -233,6 +234,9 @@ def check_arguments(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         case ["accelerate", "launch", *arguments]:
             launched = launch_command_parser().parse_args(arguments)
             check_arguments(["python", launched.training_script, *launched.training_script_args], monkeypatch)
+        case ["torchrun", *arguments]:
+            launched = torchrun_parser().parse_args(arguments)
+            check_arguments(["python", launched.training_script, *launched.training_script_args], monkeypatch)
 
 
 def without_environment(words: list[str]) -> list[str]:
@@ -250,7 +254,7 @@ def test_commands_are_taken(page: Path, monkeypatch: pytest.MonkeyPatch) -> None
             if words := without_environment(shlex.split(line, comments=True)):
                 check_program(words)
                 check_arguments(words, monkeypatch)
-    for span in re.findall(r"`((?:make|python|pip|accelerate) [^`]+)`", prose(page)):
+    for span in re.findall(r"`((?:make|python|pip|accelerate|torchrun) [^`]+)`", prose(page)):
         check_program(shlex.split(span))
 
 
@@ -264,6 +268,7 @@ def test_commands_are_taken(page: Path, monkeypatch: pytest.MonkeyPatch) -> None
         "python benchmarks/speed.py --nothing",
         "python benchmarks/nothing.py",
         "accelerate launch benchmarks/speed.py --nothing",
+        "torchrun --nproc_per_node 2 benchmarks/speed.py --nothing",
         "nothing",
     ],
 )
