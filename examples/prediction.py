@@ -1,9 +1,9 @@
 """Would it pay? What each method would gain, from one plain run and a few short calls.
 
 The plain run gives the texts, and `simulation.py` counts along them the rounds of every tree. A few calls of each
-method give what its round costs on this device and what its prompt costs beside the plain method's. Then a call takes
+method give what its round costs on this device, and what a call costs besides: prompt and first draft. A call takes
 
-    seconds of its prompt + rounds * seconds of a round
+    seconds besides + rounds * seconds of a round
 
 and the plain method's likewise, with a token for a round. A learned budget is not predicted: it is about as good as
 the best of the fixed ones.
@@ -25,14 +25,15 @@ from simulation import Drafts, Text, acceptance_lengths, draft_along
 
 CALLS = 8  # of each method, to measure costs
 MARGIN = 1.05  # a speedup below it is within what a prediction may be wrong by
-SHORT = 48  # new tokens of a call that measures costs
+SHORT = 48  # new tokens of a call that measures what a round costs
+FEW = 3  # of one that measures what a call costs besides: with less, rounds of trees are of another kind
 
 
 class Cost(NamedTuple):
     """What one method costs on this device."""
 
     round: float  # seconds
-    prompt: float  # seconds, over the plain method's
+    besides: float  # seconds of a call, over the plain method's
 
 
 def predict(
@@ -86,7 +87,7 @@ def predict(
     found = {base: {"ms per round": 1e3 * costs[base].round, "tokens/s": tokens / plain, "speedup": 1.0}}
     for name, config in configs.items():
         lengths = walk(drafts, None if name in others else config.budget, name)
-        predicted = prompt_seconds * costs[name].prompt + len(lengths) * costs[name].round
+        predicted = prompt_seconds * costs[name].besides + len(lengths) * costs[name].round
         found[name] = {
             "tokens per round": statistics.mean(lengths),
             "ms per round": 1e3 * costs[name].round,
@@ -120,7 +121,7 @@ def measure_costs(
     temperature: float,
     calls: int,
 ) -> dict[str, Cost]:
-    """What methods cost, from calls for evenly spread turns; each is made once with one new token and once with some.
+    """What methods cost, from calls for evenly spread turns; each is made once with few new tokens and once with more.
 
     Each call is set beside the plain method's for the same turn, which ran shortly before or after it, so that a
     machine that is busy for a while slows both. A cost is the plain method's median times the median of such ratios.
@@ -128,23 +129,26 @@ def measure_costs(
     long = [turn for turn in turns if len(turn.ids) > min(SHORT, max(len(t.ids) for t in turns)) // 2]
     chosen = [long[i * len(long) // min(calls, len(long))] for i in range(min(calls, len(long)))]
     rounds: dict[str, list[float]] = {name: [] for name in methods}
-    prompts: dict[str, list[float]] = {name: [] for name in methods}
+    besides: dict[str, list[float]] = {name: [] for name in methods}
     for number, turn in enumerate(tqdm(chosen, desc="costs of rounds")):
         order = list(methods)
         for name in order[number % len(order) :] + order[: number % len(order)]:
-            first = answer(pair.target, turn.prompt, 1, methods[name], temperature)["seconds"]
-            torch.manual_seed(number)
-            found = answer(pair.target, turn.prompt, min(SHORT, len(turn.ids)), methods[name], temperature)
-            count = len(found["acceptance_lengths"]) if "acceptance_lengths" in found else len(found["ids"]) - 1
-            prompts[name].append(first)
-            rounds[name].append((found["seconds"] - first) / count if count else math.nan)
+            points = []
+            for new in (1 if name == base else FEW, min(SHORT, len(turn.ids))):
+                torch.manual_seed(number)
+                found = answer(pair.target, turn.prompt, new, methods[name], temperature)
+                count = len(found["acceptance_lengths"]) if "acceptance_lengths" in found else len(found["ids"]) - 1
+                points.append((count, found["seconds"]))
+            (few, start), (more, end) = points
+            rounds[name].append((end - start) / (more - few) if more > few else math.nan)
+            besides[name].append(max(0.0, start - few * rounds[name][-1] if few else start))
 
     def over_plain(seconds: dict[str, list[float]], name: str) -> float:
         ratios = [own / plain for own, plain in zip(seconds[name], seconds[base], strict=True)]
         return statistics.median([ratio for ratio in ratios if not math.isnan(ratio)] or [math.nan])
 
     plain = statistics.median([seconds for seconds in rounds[base] if not math.isnan(seconds)] or [math.nan])
-    return {name: Cost(plain * over_plain(rounds, name), over_plain(prompts, name)) for name in methods}
+    return {name: Cost(plain * over_plain(rounds, name), over_plain(besides, name)) for name in methods}
 
 
 def markdown(predictions: Sequence[dict[str, Any]]) -> str:

@@ -11,10 +11,12 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 import evaluate
 import evaluation_methods
 import evaluation_rows
+import prediction
 from scripted import tiny_drafter, tiny_target, word_tokenizer
 
 METHODS = ["generate", "native chain", "ddtree 3", "one token a round", "chain", "static tree 3", "ddtree auto"]
@@ -274,6 +276,29 @@ def test_a_prediction_counts_the_rounds_of_real_runs(
         assert lengths[0] == 1 and lengths[20] == predicted["methods"]["ddtree 20"]["tokens per round"]
         assert lengths[20] > 1.25
         assert [row["prompt"] for row in predicted["skipped"]] == [4]
+
+
+def test_a_first_draft_is_no_part_of_a_rounds_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only calls with more than one new token have one."""
+
+    def answer(
+        target: Any, ids: torch.Tensor, new: int, options: dict[str, Any], temperature: float
+    ) -> dict[str, Any]:
+        if not options:
+            return {"ids": [1] * new, "seconds": 0.10 + 0.03 * (new - 1)}
+        lengths = [min(4, new - 1 - done) for done in range(0, new - 1, 4)]
+        return {
+            "ids": [1] * new,
+            "acceptance_lengths": lengths,
+            "seconds": 0.10 + (0.05 if new > 1 else 0) + 0.02 * len(lengths),
+        }
+
+    monkeypatch.setattr(prediction, "answer", answer)
+    turns = [evaluation_methods.Turn(torch.zeros(1, 3), {"ids": [1] * 60})] * 4
+    pair = evaluation_methods.ChatPair(None, None, None)  # type: ignore[arg-type]
+    costs = prediction.measure_costs(pair, {"generate": {}, "trees": {"ddtree": {}}}, "generate", turns, 0.0, 4)
+    assert costs["generate"] == pytest.approx((0.03, 1.0))
+    assert costs["trees"] == pytest.approx((0.02, 1.5))
 
 
 def test_an_edited_file_is_another_run_and_a_blank_prompt_is_skipped(
