@@ -49,5 +49,6 @@ def warnings_of_transformers(caplog: pytest.LogCaptureFixture) -> Iterator[pytes
 def stepped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps on a CPU, neither compiled nor captured."""
     monkeypatch.setattr(capture, "_on_one_gpu", lambda devices: None)
-    monkeypatch.setattr(compiled.Step, "capture", lambda self: None)
-    monkeypatch.setattr(compiled.Step, "compile", lambda self: None)
+    monkeypatch.setattr(compiled.Recorded, "capture", lambda self: None)
+    for kind in (compiled.Start, compiled.Step):
+        monkeypatch.setattr(kind, "compile", lambda self: None)

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from comparison import assert_trees_spell
-from hf_ddtree import DDTreeConfig, capture, compiled, release_buffers, shadow
+from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, capture, compiled, release_buffers, shadow
 from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.snapshot import take_snapshot
 from scripted import SIZES, prompt_ids, tiny_drafter, tiny_target
@@ -64,17 +64,68 @@ def test_drafts_what_the_plain_loop_drafts(family: str, tree: Any, monkeypatch: 
             torch.testing.assert_close(step.tree.log_probs[:, :nodes], plain.tree.log_probs, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("stepped")
+@pytest.mark.parametrize("budget", [7, [7, 0, 0, 0, 7, 7, 0, 7], [0, 0, 7]])
+def test_no_draft_is_launched_plainly(budget: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the first one nor one after a pause; and they are those of the plain loop."""
+    model = tiny_target("qwen2_mixed")
+    drafter = tiny_drafter(model, layer_types=["full_attention", "sliding_attention"], sliding_window=9)
+    call = GREEDY | {"assistant_model": drafter, "ddtree": DDTreeConfig(budget=budget, record_trees=True)}
+    with monkeypatch.context() as patch:
+        patch.setattr(capture, "_on_one_gpu", lambda devices: "asked for")
+        expected, _ = run(model, prompt_ids(30), 30, **call)
+
+    def fail(*args: Any) -> None:
+        raise AssertionError("drafted plainly")
+
+    monkeypatch.setattr(DDTreeCandidateGenerator, "propose", fail)
+    out, _ = run(model, prompt_ids(30), 30, **call)
+    assert out.ddtree_stats.path.startswith("compiled") and expected.ddtree_stats.path == "plain: asked for"
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    both = list(zip(out.ddtree_stats.trees, expected.ddtree_stats.trees, strict=True))
+    for step, plain in both[:15]:  # near the end the plain loop drafts less deep
+        assert step.root == plain.root
+        assert torch.equal(step.tree.token_ids, plain.tree.token_ids)
+        torch.testing.assert_close(step.tree.log_probs, plain.tree.log_probs, atol=1e-4, rtol=1e-4)
+    assert out.ddtree_stats.budgets[:15] == expected.ddtree_stats.budgets[:15]
+
+
+@pytest.mark.usefixtures("stepped")
+def test_a_start_that_cannot_be_captured_is_launched_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = []
+
+    def fail(self: compiled.Start) -> None:
+        tries.append(self.round())
+        raise RuntimeError("no graph")
+
+    monkeypatch.setattr(compiled.Start, "capture", fail)
+    monkeypatch.setattr(capture, "_release", lambda device: None)
+    model = tiny_target("qwen3")
+    call = SAMPLING | {"assistant_model": tiny_drafter(model), "ddtree": {"budget": 9, "record_trees": True}}
+    expected, state = run(model, prompt_ids(20), 30, **SAMPLING)
+    for _ in range(2):
+        out, after = run(model, prompt_ids(20), 30, **call)
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        assert torch.equal(after, state)
+        assert out.ddtree_stats.path.startswith("compiled")
+    assert len(tries) == 2  # compiled and not; the second call knows
+    first = out.ddtree_stats.trees[0].tree
+    monkeypatch.undo()
+    plain, _ = run(model, prompt_ids(20), 30, **call)
+    assert torch.equal(first.token_ids, plain.ddtree_stats.trees[0].tree.token_ids)
+
+
 @pytest.fixture
 def knowing(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Steps whose drafts know the text, with the right token first, second or third."""
 
     def use(text: torch.Tensor) -> None:
         known, at = text[0].tolist(), [0]
-        original = compiled.Step._draft
+        original = compiled.BlockDraft.hidden_states
 
-        def draft(self: compiled.Step, features: Any, count: torch.Tensor, positions: Any) -> torch.Tensor:
+        def hidden_states(self: compiled.BlockDraft, features: Any, count: torch.Tensor) -> torch.Tensor:
             at[0] = int(self.rounds.position + count) + 1
-            return original(self, features, count, positions)
+            return original(self, features, count)
 
         def candidates(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
             rows = [list(range(4, 4 + width)) for _ in range(logits.shape[1])]
@@ -87,7 +138,7 @@ def knowing(monkeypatch: pytest.MonkeyPatch) -> Any:
             log_probs = torch.log_softmax(-torch.arange(width, dtype=torch.float32), 0)
             return torch.tensor([rows]), log_probs.expand(1, len(rows), width)
 
-        monkeypatch.setattr(compiled.Step, "_draft", draft)
+        monkeypatch.setattr(compiled.BlockDraft, "hidden_states", hidden_states)
         monkeypatch.setattr(compiled, "best_candidates", candidates)
 
     return use
@@ -123,7 +174,7 @@ def test_layers_alike_are_compiled_once(stepped: None, monkeypatch: pytest.Monke
     shadow._compiled_forward.cache_clear()
     monkeypatch.setattr(shadow.torch, "compile", functools.partial(torch.compile, backend=counter))
     monkeypatch.setattr(capture, "_on_one_gpu", lambda devices: None)
-    monkeypatch.setattr(compiled.Step, "capture", lambda self: None)
+    monkeypatch.setattr(compiled.Recorded, "capture", lambda self: None)
     model = tiny_target("qwen3")
     drafter = tiny_drafter(model)
     for budget, graphs in ((9, 2), (9, 2), (20, 3)):  # the target's layer and the drafter's, then the target's again
@@ -195,7 +246,7 @@ def test_rows_are_forgotten_with_their_step() -> None:
     gc.collect()
     before = len(shadow._ROWS)
     run(model, prompt_ids(5), 9, assistant_model=tiny_drafter(model), ddtree={"budget": 7}, **GREEDY)
-    assert len(shadow._ROWS) == before + 6
+    assert len(shadow._ROWS) == before + 8  # four of the target's layers, and the drafter's two in start and step
     release_buffers(model)
     gc.collect()
     assert len(shadow._ROWS) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StaticCache
 
-from hf_ddtree import DDTreeConfig, DFlashDraftModel, compiled
+from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, DFlashDraftModel, compiled
 from hf_ddtree.compat import CACHE_KEY
 from images import FAMILIES as SEEING
 from images import seeing_prompt, tiny_seeing_target
@@ -122,6 +123,29 @@ def test_graphs_of_several_sizes(budget: Any, options: dict[str, Any], monkeypat
         replay = DDTreeConfig(budget=out.ddtree_stats.budgets, execution="captured")
         again, _ = run(model, ids, new, assistant_model=drafter, ddtree=replay, **options)
         assert again.ddtree_stats.acceptance_lengths == out.ddtree_stats.acceptance_lengths
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLING], ids=["greedy", "warped"])
+@pytest.mark.parametrize("budget", [15, [15, 0, 0, 15]])
+def test_first_drafts_are_replayed_too(budget: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_target("qwen3").cuda()
+    drafter = tiny_drafter(model).cuda()
+    ids = prompt_ids(20).cuda()
+    config = DDTreeConfig(budget=budget, record_trees=True)
+    plain = dataclasses.replace(config, execution="plain")
+    expected, state = run(model, ids, 60, assistant_model=drafter, ddtree=plain, **options)
+
+    def fail(*args: Any) -> None:
+        raise AssertionError("drafted plainly")
+
+    monkeypatch.setattr(DDTreeCandidateGenerator, "propose", fail)
+    out, after = run(model, ids, 60, assistant_model=drafter, ddtree=config, **options)
+    assert out.ddtree_stats.path == "compiled, in one CUDA graph"
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert torch.equal(after, state)
+    first, of_plain = out.ddtree_stats.trees[0].tree, expected.ddtree_stats.trees[0].tree
+    assert first.token_ids.tolist() == of_plain.token_ids.tolist()
+    torch.testing.assert_close(first.log_probs, of_plain.log_probs, atol=1e-4, rtol=1e-4)
 
 
 def test_graphs_stand_when_others_free_what_cublas_keeps() -> None:

@@ -140,14 +140,14 @@ def turns(family: str, first: str, later_image: bool) -> list[tuple[Any, torch.T
 def test_steps_place_tokens_where_single_ones_are(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "_release", lambda device: None)
     target, drafter = pair_of(family)
-    drafts_of, candidates_of = compiled.Step._draft, compiled.best_candidates
+    hidden_states_of, candidates_of = compiled.BlockDraft.hidden_states, compiled.best_candidates
     text: list[int] = []
     root = 0
 
-    def draft(self: Any, features: torch.Tensor, count: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def hidden_states(self: Any, features: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
         nonlocal root
         root = int(self.rounds.position + count)
-        return drafts_of(self, features, count, positions)
+        return hidden_states_of(self, features, count)
 
     def candidates(logits: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         token_ids, log_probs = candidates_of(logits, number)
@@ -156,7 +156,7 @@ def test_steps_place_tokens_where_single_ones_are(family: str, monkeypatch: pyte
             token_ids[0, depth, depth % 2] = truth
         return token_ids, log_probs - 5 * torch.arange(number)
 
-    monkeypatch.setattr(compiled.Step, "_draft", draft)
+    monkeypatch.setattr(compiled.BlockDraft, "hidden_states", hidden_states)
     monkeypatch.setattr(compiled, "best_candidates", candidates)
     for images, padding, sampling in ((1, 0, GREEDY), (2, 3, SAMPLING), (0, 0, GREEDY)):
         options = seeing_prompt(family, images, padding=padding) | sampling | {"max_new_tokens": NEW}

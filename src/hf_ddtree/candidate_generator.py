@@ -16,6 +16,7 @@ from transformers.modeling_outputs import ModelOutput
 from . import compat
 from .configuration_ddtree import DDTreeConfig
 from .draft_tree import DraftTree, build_tree
+from .modeling_dflash import DFlashDraftModel
 from .snapshot import Snapshot, take_snapshot
 from .tree_cache import DraftCache
 from .verifier import input_device
@@ -134,23 +135,26 @@ class DDTreeCandidateGenerator(CandidateGenerator):
 
     def absorb(self, root: torch.Tensor, position: torch.Tensor) -> None:
         """Make what is pending part of the context, ahead of the next draft behind `root` at `position`."""
-        if self._features:
-            self._draft(root, position)
+        if not self._features:
+            return
+        if type(self.drafter) is not DFlashDraftModel or self.snapshots[1].hooked:
+            self._draft(root, position)  # what moves tensors or weights does so around a whole forward
+            return
+        self.cache.reserve(self.cache.length + self.pending + self.block_size)
+        for rows, places in self._take_pending():
+            self.drafter.extend(rows, places, self.cache)
 
     def _draft(self, root: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Append what is pending to the context, denoise one block `(B, block, H)`: one drafter pass, or, behind a
         long prompt, several of which the last one counts."""
         self.cache.reserve(self.cache.length + self.pending + self.block_size)
-        features, positions = (x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in (self._features, self._positions))
-        self._features, self._positions = [], []
         block = root.new_full((root.shape[0], self.block_size), self.drafter.config.mask_token_id)
         block[:, :1] = root
         block_positions = position.to(self.device) + torch.arange(self.block_size, device=self.device)
         noise_embeds = embed_tokens(self.target, block, self.drafter).to(self.device, self.dtype)
+        nothing = noise_embeds.new_empty(root.shape[0], 0, len(self.layer_ids) * self.drafter.config.hidden_size)
         with _evaluating(self.drafter):
-            for rows, places in zip(
-                features.split(_MOST_CONTEXT, dim=1), positions.split(_MOST_CONTEXT, dim=1), strict=True
-            ):
+            for rows, places in self._take_pending() if self._features else [(nothing, block_positions[:, :0])]:
                 self.cache.set_previous_accepted_tokens(rows.shape[1])
                 outputs = self.drafter(
                     noise_embeds=noise_embeds,
@@ -162,6 +166,12 @@ class DDTreeCandidateGenerator(CandidateGenerator):
                 self.cache.crop(-self.block_size)
         hidden: torch.Tensor = outputs.last_hidden_state
         return hidden
+
+    def _take_pending(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Features and positions of what is pending, so many rows at a time as one pass takes; then nothing is."""
+        features, positions = (x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in (self._features, self._positions))
+        self._features, self._positions = [], []
+        return zip(features.split(_MOST_CONTEXT, dim=1), positions.split(_MOST_CONTEXT, dim=1), strict=True)
 
     def leave(self, cache: Any, input_ids: torch.Tensor) -> None:
         """Let the context travel with the target's cache, for a later call that continues it.

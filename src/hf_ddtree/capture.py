@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,7 +15,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from .budget import Budget
 from .candidate_generator import DDTreeCandidateGenerator
-from .compiled import Rounds, Step
+from .compiled import Recorded, Rounds, Start, Step
 from .logits_process import is_row_wise
 from .modeling_dflash import DFlashDraftModel
 from .outputs import GenerationRecord
@@ -25,6 +27,7 @@ from .verifier import Constants, Verifier
 _MOST_ROUNDS = 16  # kinds of calls whose graphs are kept for later ones
 _MOST_STEPS = 16  # of one kind of call
 _capturing = threading.Lock()
+_RecordedT = TypeVar("_RecordedT", bound=Recorded)
 
 
 def why_not_captured(
@@ -132,11 +135,18 @@ def find_rounds(
     return rounds
 
 
+def find_start(rounds: Rounds, execution: str) -> Start | None:
+    """What drafts the first tree, captured now if it was not before; `None` where no graph can be had."""
+    if rounds.start is None:
+        rounds.start = _capture(functools.partial(Start, rounds), rounds, execution)
+    return rounds.start if isinstance(rounds.start, Start) else None
+
+
 def find_step(rounds: Rounds, nodes: int, budget: Budget, execution: str) -> Step | str:
     """The step of a size, captured now if it was not before; or the path without one, where no graph can be had."""
     if nodes not in rounds.steps and nodes not in rounds.failed:
         start = time.perf_counter()
-        step = _capture(rounds, nodes, execution)
+        step = _capture(functools.partial(Step, rounds, nodes), rounds, execution)
         if isinstance(step, Step):
             rounds.steps[nodes] = step
             if len(rounds.steps) > _MOST_STEPS:
@@ -148,16 +158,16 @@ def find_step(rounds: Rounds, nodes: int, budget: Budget, execution: str) -> Ste
     return rounds.steps.get(nodes) or rounds.failed[nodes]
 
 
-def _capture(rounds: Rounds, nodes: int, execution: str) -> Step | str:
-    """A new step, without compilation if that fails; or the path without one."""
+def _capture(make: Callable[[], _RecordedT], rounds: Rounds, execution: str) -> _RecordedT | str:
+    """A new step or start, without compilation if that fails; or the path without one."""
     why = ""
     for compiled in (True, False) if execution == "auto" else (False,):
-        step: Step | None = None
+        step: _RecordedT | None = None
         random = _random_state(rounds.device)
         try:
             # One capture at a time, as torch asks.
             with _capturing, torch.inference_mode(False), _on(rounds.device), rounds.restored():
-                step = Step(rounds, nodes)
+                step = make()
                 with _NoHostReads():  # type: ignore[no-untyped-call]
                     step.rehearse()
                 if compiled:

@@ -1,7 +1,7 @@
 """A round as a step of fixed shapes, which a CUDA graph replays: verify, walk, keep, draft, next tree.
 
-Steps of several sizes share what a round leaves for the next: each verifies the best nodes of the same tree. They run
-on shadows of target and drafter, so that nothing of them touches the models themselves.
+Steps of several sizes share what a round leaves for the next: each verifies the best nodes of the same tree. A start
+drafts the first one. They run on shadows of target and drafter, so that nothing of them touches the models themselves.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Rounds:
         self.nodes, self.depth, self.block = source.nodes, source.max_depth, source.block_size
         self.device, self.dtype = source.device, source.dtype
         self.noise = Noise(self.device) if do_sample else None
+        self.start: Start | str | None = None  # captured, or why it cannot be
         self.steps: dict[int, Step] = {}  # captured, by size
         self.failed: dict[int, str] = {}  # and what runs instead, where that failed
         # Of the graphs, of which one runs at a time and none keeps anything in their memory.
@@ -93,7 +94,6 @@ class Rounds:
         root: torch.Tensor,
         position: torch.Tensor,
         room: int,
-        tree: DraftTree,
         prompt_mask: torch.Tensor | None,
         constants: Constants,
     ) -> None:
@@ -102,21 +102,23 @@ class Rounds:
         Args:
             root, position: `(1, 1)`.
             room: Tokens that may still be committed: no node is placed where none of them can be.
-            tree: The first round's.
             prompt_mask: `(1, slots)` bool, False for padding.
             constants: The call's.
         """
         self.root.copy_(root)
         self.position.copy_(position)
         self.last_position.copy_(position + (room - 1))
-        for own, given in zip(self.tree, tree.pad(self.tree.token_ids.shape[1]), strict=True):
-            own.copy_(given)
         self.length.fill_(self.cache.length)
         self.context_length.fill_(self.context.length)
         self.committed.fill_(True)
         if prompt_mask is not None:
             self.committed[:, : prompt_mask.shape[1]] = prompt_mask
         self.constants.copy_(constants)
+
+    def take_tree(self, tree: DraftTree) -> None:
+        """Let the next round verify a tree that was drafted elsewhere."""
+        for own, given in zip(self.tree, tree.pad(self.tree.token_ids.shape[1]), strict=True):
+            own.copy_(given)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -147,85 +149,36 @@ class Rounds:
         return result
 
 
-class Step:
+class Recorded:
     """
-    A round of one size.
+    What is done on the device alone, and recorded as a graph.
 
     Args:
-        rounds: What it shares with other sizes.
-        nodes: Of the tree that it verifies. With 0 it drafts nothing, and leaves its features to the caller.
+        rounds: What it reads and writes.
     """
 
-    def __init__(self, rounds: Rounds, nodes: int) -> None:
-        self.rounds, self.drafts = rounds, nodes > 0
-        self.nodes = min(nodes, rounds.tree.token_ids.shape[1])
-        self.most = min(rounds.depth, self.nodes) + 1  # tokens that it can commit
-        self.target = shadow(rounds.target)
-        self.taps = FeatureTaps(self.target, rounds.layer_ids)
-        self.kinds = layer_kinds(rounds.target.config.get_text_config(decoder=True))
-        self.device, self.block = rounds.device, rounds.block
+    def __init__(self, rounds: Rounds) -> None:
+        self.rounds, self.device = rounds, rounds.device
         self.graph: Any | None = None
         self.path = ""  # how it runs, for the statistics
 
-        # What the layers see of the round.
-        rows, columns = self.nodes + 1, self.most + self.block
-        self.visible, self.depths = rounds.zeros(1, rows, rows, dtype=torch.bool), rounds.zeros(1, rows)
-        for layer, own, (_, window) in zip(decoder_layers(self.target), rounds.cache.layers, self.kinds, strict=True):
-            of_layer = Rows(
-                own.keys, own.values, rounds.length, rounds.committed, self.visible, self.depths, self.depths, window
-            )
-            give_rows(self, layer, of_layer)
-        if not self.drafts:
-            return
-        self.drafter = shadow(rounds.drafter)
-        self.block_visible = {
-            causal: rounds.zeros(1, self.block, columns, dtype=torch.bool) for causal in (False, True)
-        }
-        self.block_depths, self.column_depths = rounds.zeros(1, self.block), rounds.zeros(1, columns)
-        for index, (layer, own) in enumerate(zip(self.drafter.layers, rounds.context.layers, strict=True)):
-            visible = self.block_visible[self.drafter.config.layer_is_causal(index)]
-            of_layer = Rows(
-                own.keys, own.values, rounds.context_length, rounds.context_committed, visible, self.block_depths,
-                self.column_depths, layer.self_attn.sliding_window,
-            )  # fmt: skip
-            give_rows(self, layer, of_layer)
-
     def compile(self) -> None:
         """Compile the layers."""
-        on_gpu = self.device.type == "cuda"
-        compile_layers(decoder_layers(self.target), self.nodes + 1, join_linears=on_gpu)
-        if self.drafts:
-            compile_layers(self.drafter.layers, self.block, join_linears=on_gpu)
+        raise NotImplementedError
 
-    def run(self) -> Outcome:
-        """Run a round. The result comes back in the round's one synchronisation."""
-        if self.rounds.noise is not None:
-            self.rounds.noise.begin()
+    def round(self) -> None:
+        """The algorithm."""
+        raise NotImplementedError
+
+    def replay(self) -> None:
+        """Do it, by the graph if there is one."""
         if self.graph is None:
             self.round()
         else:
             self.graph.replay()
-        count, *path = self.rounds.fetch()
-        tokens, expected = self.rounds.most, 2 * self.rounds.most
-        return Outcome(
-            rows=[int(row) for row in path[: int(count)]],
-            token_ids=[int(token) for token in path[tokens : tokens + int(count)]],
-            tokens=self.rounds.result[:, 1 + tokens : 1 + expected],
-            expected=path[expected:],
-        )
-
-    def commit(self, count: int) -> None:
-        """Count a round's first `count` rows as committed; fewer than it chose end the text."""
-        self.rounds.cache.touch(self.nodes + 1)
-        self.rounds.cache.commit(count)
-        if self.drafts:
-            self.rounds.context.touch(self.most + self.block)
-            self.rounds.context.commit(count)
-        if self.rounds.noise is not None:
-            self.rounds.noise.give_back(count)
 
     def rehearse(self) -> None:
-        """Run a round that leaves the state, and the generator, as they were before."""
+        """Do it, and leave the state and the generator as they were before."""
         with self.rounds.restored():
             self.round()
 
@@ -244,9 +197,155 @@ class Step:
         rounds.pool = graph.pool()
         self.graph = graph
 
+
+class BlockDraft:
+    """
+    The drafter's part of a round: a block behind the new context, and the tree from its distributions.
+
+    Args:
+        rounds: Whose root it drafts behind.
+        target: With the embedding and the output head.
+        most: Rows of new context, at most.
+    """
+
+    def __init__(self, rounds: Rounds, target: Any, most: int) -> None:
+        self.rounds, self.target, self.most = rounds, target, most
+        self.drafter = shadow(rounds.drafter)
+        columns = most + rounds.block
+        # What the layers see.
+        self.visible = {causal: rounds.zeros(1, rounds.block, columns, dtype=torch.bool) for causal in (False, True)}
+        self.depths, self.column_depths = rounds.zeros(1, rounds.block), rounds.zeros(1, columns)
+        for index, (layer, own) in enumerate(zip(self.drafter.layers, rounds.context.layers, strict=True)):
+            visible = self.visible[self.drafter.config.layer_is_causal(index)]
+            of_layer = Rows(
+                own.keys, own.values, rounds.context_length, rounds.context_committed, visible, self.depths,
+                self.column_depths, layer.self_attn.sliding_window,
+            )  # fmt: skip
+            give_rows(self, layer, of_layer)
+
+    def compile(self) -> None:
+        """Compile the layers."""
+        compile_layers(self.drafter.layers, self.rounds.block, join_linears=self.rounds.device.type == "cuda")
+
+    def draft(self, features: torch.Tensor, count: torch.Tensor) -> None:
+        """Draft the next block, and build the tree from its distributions.
+
+        Args:
+            features: `(1, most, taps * H)`, of which the first `count (1,)` are new context.
+        """
+        rounds = self.rounds
+        hidden = self.hidden_states(features, count)
+        candidates = best_candidates(draft_logits(self.target, hidden, self.drafter), rounds.candidates)
+        for own, new in zip(rounds.tree, rounds.build_tree(*candidates, rounds.nodes), strict=True):
+            own.copy_(new)
+        rounds.context_length.add_(count)
+
+    def hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """Of the drafted places, `(1, depth, H)`, behind the first `count` of the new context's rows."""
+        rounds, device = self.rounds, self.rounds.device
+        places = torch.arange(rounds.block, device=device)[None]
+        steps = torch.arange(self.most, device=device)[None]
+        context = (steps < count[:, None])[:, None].expand(-1, rounds.block, -1)
+        for causal, visible in self.visible.items():
+            visible[:, :, : self.most] = context
+            visible[:, :, self.most :] = (places[:, None] <= places[:, :, None]) if causal else True
+        self.depths.copy_(count[:, None] + places)
+        self.column_depths.copy_(torch.cat([steps, self.depths], dim=1))
+        masks = torch.full_like(places[:, 1:], self.drafter.config.mask_token_id)
+        block = torch.cat([rounds.root, masks], dim=1)
+        output = self.drafter(
+            noise_embeds=embed_tokens(self.target, block, self.drafter).to(rounds.dtype),
+            context_hidden_states=features.to(rounds.dtype),
+            position_ids=rounds.position + self.column_depths,
+            attention_mask=torch.zeros(1, 1, 1, 1, dtype=rounds.dtype, device=device),
+        )
+        hidden: torch.Tensor = output.last_hidden_state[:, 1 : rounds.depth + 1]
+        return hidden
+
+
+class Start(Recorded):
+    """The first tree, behind tokens that no round has drafted from: all of them are context already."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        super().__init__(rounds)
+        self.block = BlockDraft(rounds, rounds.target, rounds.most)  # as in steps, so that it is compiled for both
+        self.features = rounds.features.new_zeros(1, rounds.most, rounds.features.shape[-1])
+        self.none = rounds.zeros(1)
+
+    def compile(self) -> None:
+        self.block.compile()
+
+    def run(self) -> list[float]:
+        """Draft. Returns the tokens that the tree's best nodes are expected to commit, by `Rounds.sizes`."""
+        self.replay()
+        self.rounds.context.touch(self.block.most + self.rounds.block)
+        return self.rounds.fetch()[1 + 2 * self.rounds.most :]
+
     @torch.no_grad()
     def round(self) -> None:
-        """The algorithm, on the device alone."""
+        self.block.draft(self.features, self.none)
+        self.rounds.result[:, 1 + 2 * self.rounds.most :] = promises(self.rounds.tree, self.rounds.sizes)
+
+
+class Step(Recorded):
+    """
+    A round of one size.
+
+    Args:
+        rounds: What it shares with other sizes.
+        nodes: Of the tree that it verifies. With 0 it drafts nothing, and leaves its features to the caller.
+    """
+
+    def __init__(self, rounds: Rounds, nodes: int) -> None:
+        super().__init__(rounds)
+        self.drafts = nodes > 0
+        self.nodes = min(nodes, rounds.tree.token_ids.shape[1])
+        self.most = min(rounds.depth, self.nodes) + 1  # tokens that it can commit
+        self.target = shadow(rounds.target)
+        self.taps = FeatureTaps(self.target, rounds.layer_ids)
+        self.kinds = layer_kinds(rounds.target.config.get_text_config(decoder=True))
+
+        # What the layers see of the round.
+        rows = self.nodes + 1
+        self.visible, self.depths = rounds.zeros(1, rows, rows, dtype=torch.bool), rounds.zeros(1, rows)
+        for layer, own, (_, window) in zip(decoder_layers(self.target), rounds.cache.layers, self.kinds, strict=True):
+            of_layer = Rows(
+                own.keys, own.values, rounds.length, rounds.committed, self.visible, self.depths, self.depths, window
+            )
+            give_rows(self, layer, of_layer)
+        self.block = BlockDraft(rounds, self.target, self.most) if self.drafts else None
+
+    def compile(self) -> None:
+        compile_layers(decoder_layers(self.target), self.nodes + 1, join_linears=self.device.type == "cuda")
+        if self.block is not None:
+            self.block.compile()
+
+    def run(self) -> Outcome:
+        """Run a round. The result comes back in the round's one synchronisation."""
+        if self.rounds.noise is not None:
+            self.rounds.noise.begin()
+        self.replay()
+        count, *path = self.rounds.fetch()
+        tokens, expected = self.rounds.most, 2 * self.rounds.most
+        return Outcome(
+            rows=[int(row) for row in path[: int(count)]],
+            token_ids=[int(token) for token in path[tokens : tokens + int(count)]],
+            tokens=self.rounds.result[:, 1 + tokens : 1 + expected],
+            expected=path[expected:],
+        )
+
+    def commit(self, count: int) -> None:
+        """Count a round's first `count` rows as committed; fewer than it chose end the text."""
+        self.rounds.cache.touch(self.nodes + 1)
+        self.rounds.cache.commit(count)
+        if self.drafts:
+            self.rounds.context.touch(self.most + self.rounds.block)
+            self.rounds.context.commit(count)
+        if self.rounds.noise is not None:
+            self.rounds.noise.give_back(count)
+
+    @torch.no_grad()
+    def round(self) -> None:
         rounds = self.rounds
         # Verify the tree.
         tree = rounds.tree.first(self.nodes)
@@ -268,12 +367,8 @@ class Step:
         path = features.gather(1, rows.clamp(min=0)[..., None].expand(-1, -1, features.shape[-1]))
         rounds.root.copy_(tokens.gather(1, count[:, None] - 1))
         # Draft the next block, and build the tree from its distributions.
-        if self.drafts:
-            hidden = self._draft(path, count, rounds.position + steps)
-            candidates = best_candidates(draft_logits(self.target, hidden, self.drafter), rounds.candidates)
-            for own, new in zip(rounds.tree, rounds.build_tree(*candidates, rounds.nodes), strict=True):
-                own.copy_(new)
-            rounds.context_length.add_(count)
+        if self.block is not None:
+            self.block.draft(path, count)
         else:
             rounds.features.copy_(path)
         rounds.length.add_(count)
@@ -296,28 +391,6 @@ class Step:
                 **self.rounds.constants.of_rows(token_ids.shape[1]),
             )
         return output.logits, torch.cat([parts[0] for parts in chunks.values()], dim=-1)
-
-    def _draft(self, features: torch.Tensor, count: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states `(1, depth, H)` of the drafted places, behind the first `count` of the new context's rows."""
-        rounds = self.rounds
-        places = torch.arange(self.block, device=self.device)[None]
-        steps = torch.arange(self.most, device=self.device)[None]
-        context = (steps < count[:, None])[:, None].expand(-1, self.block, -1)
-        for causal, visible in self.block_visible.items():
-            visible[:, :, : self.most] = context
-            visible[:, :, self.most :] = (places[:, None] <= places[:, :, None]) if causal else True
-        self.block_depths.copy_(count[:, None] + places)
-        self.column_depths.copy_(torch.cat([steps, self.block_depths], dim=1))
-        masks = torch.full_like(places[:, 1:], self.drafter.config.mask_token_id)
-        block = torch.cat([rounds.root, masks], dim=1)
-        output = self.drafter(
-            noise_embeds=embed_tokens(self.target, block, self.drafter).to(rounds.dtype),
-            context_hidden_states=features.to(rounds.dtype),
-            position_ids=torch.cat([positions, rounds.position + self.block_depths], dim=1),
-            attention_mask=torch.zeros(1, 1, 1, 1, dtype=rounds.dtype, device=self.device),
-        )
-        hidden: torch.Tensor = output.last_hidden_state[:, 1 : rounds.depth + 1]
-        return hidden
 
 
 @contextmanager

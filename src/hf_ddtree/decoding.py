@@ -15,9 +15,9 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from .acceptance_watch import watch_acceptance
 from .budget import Budget, clock, make_budget
 from .candidate_generator import DDTreeCandidateGenerator
-from .capture import find_rounds, find_step, why_not_captured
+from .capture import find_rounds, find_start, find_step, why_not_captured
 from .compat import CACHE_KEY, decoder_only_output
-from .compiled import Step
+from .compiled import Rounds, Step
 from .configuration_ddtree import DDTreeConfig
 from .draft_tree import DraftTree, ancestor_matrix
 from .logits_process import commit_next, walk
@@ -89,15 +89,15 @@ def ddtree_decoding(
                     make_budget, source, state_of(model).experiences, do_sample=do_sample, length=record.length
                 )
                 budget = find_budget(captured=reason is None)
-                started = clock()
-                drafted = draft(call, budget, position)
                 if reason is None:
-                    drafted, position, stop = captured_rounds(call, budget, drafted, position)
+                    drafted, position, stop = captured_rounds(call, budget, position)
                     if config.budget == "auto":  # what they have left takes other times
                         budget = find_budget(captured=False)
                     started = clock()
                 else:
                     stats.path = f"plain: {reason}"
+                    started = clock()
+                    drafted = draft(call, budget, position)
 
             while model._has_unfinished_sequences(stop, synced_gpus, device=record.input_ids.device):
                 root = record.last_token.to(verifier.device)
@@ -189,40 +189,48 @@ def draft(call: Call, budget: Budget, position: torch.Tensor) -> Drafted:
         return Drafted(*(budget.cut(tree) if depth > 0 else (tree, 0)), plain)
 
 
-def captured_rounds(
-    call: Call, budget: Budget, drafted: Drafted, position: torch.Tensor
-) -> tuple[Drafted, torch.Tensor, bool]:
+def captured_rounds(call: Call, budget: Budget, position: torch.Tensor) -> tuple[Drafted, torch.Tensor, bool]:
     """The rounds of `Step`, until generation ends or a step cannot be had.
+
+    Args:
+        position: `(1, 1)`, the bonus token's.
 
     Returns:
         What the next round verifies, the position of its root, and whether generation ended.
     """
     source, verifier, record, stats = call.source, call.verifier, call.record, call.stats
-    stop, rounds = False, None
+    stop, rounds, tree, nodes, due = False, None, None, 0, True
     root = record.last_token.to(verifier.device)
-    tree, nodes, _ = drafted
     if source.nodes:
         source.absorb(root, position)  # so that the context has its buffers
     while not stop:
+        drafts_anew = due and budget.drafts
+        if drafts_anew:
+            source.absorb(root, position)
         if rounds is None or not rounds.fits():
             if rounds is not None:  # outgrown: nothing may hold its graphs while the next are captured
-                root, position, tree = root.clone(), position.clone(), DraftTree(*map(torch.clone, tree))
+                root, position, tree = root.clone(), position.clone(), DraftTree(*map(torch.clone, rounds.tree))
                 rounds = step = None
             rounds = find_rounds(
                 call.buffers, source, call.processors, call.do_sample, budget, record.room, verifier.constants
             )
-            rounds.begin(root, position, record.room, tree, verifier.prompt_mask, verifier.constants)
-            budget.ready = rounds.steps.keys()
-            root, position, tree = rounds.root, rounds.position, rounds.tree
+            rounds.begin(root, position, record.room, verifier.prompt_mask, verifier.constants)
+            if tree is not None:
+                rounds.take_tree(tree)
+            root, position, budget.ready = rounds.root, rounds.position, rounds.steps.keys()
+        elif drafts_anew:  # its context has grown
+            rounds.begin(root, position, record.room, verifier.prompt_mask, verifier.constants)
+        if due:
+            nodes = first_tree(call, budget, rounds)
         step = find_step(rounds, min(nodes, source.nodes), budget, source.config.execution)
         if not isinstance(step, Step):
             stats.path = step
-            if (other := budget.cut(tree)[1]) == nodes:
+            if (other := budget.cut(rounds.tree)[1]) == nodes:
                 break
-            nodes = other
+            due, nodes = False, other
             continue
         stats.path = step.path
-        verified = tree.first(step.nodes)
+        verified = rounds.tree.first(step.nodes)
         if source.config.record_trees:
             verified = DraftTree(*map(torch.clone, verified))
         bonus = record.last_token
@@ -238,13 +246,23 @@ def captured_rounds(
         if stop:
             break
         budget.observe(nodes, outcome.rows, seconds, record.length)
-        if step.drafts and budget.drafts:
+        due = not (step.drafts and budget.drafts)  # drafting pauses, or begins again
+        if not due:
             nodes = budget.choose(outcome.expected)
-        else:  # drafting pauses, or begins again
-            fresh, nodes, _ = draft(call, budget, position)
-            if nodes:
-                rounds.begin(root, position, record.room, fresh, verifier.prompt_mask, verifier.constants)
-    return Drafted(tree.first(nodes), nodes, plain=False), position, stop
+    assert rounds is not None
+    return Drafted(rounds.tree.first(nodes), nodes, plain=False), position, stop
+
+
+def first_tree(call: Call, budget: Budget, rounds: Rounds) -> int:
+    """Give the next round a tree behind its root, from which no round has drafted. Returns the nodes that it verifies,
+    0 while drafting pauses."""
+    if budget.drafts and (start := find_start(rounds, call.source.config.execution)) is not None:
+        with call.timed("draft"):
+            return budget.choose(start.run())
+    tree, nodes, _ = draft(call, budget, rounds.position)
+    if nodes:
+        rounds.take_tree(tree)
+    return nodes
 
 
 def plain_columns(verifier: Verifier, users_cache: Any) -> PlainColumns:

@@ -76,17 +76,12 @@ class DFlashAttention(nn.Module):
         cache: Cache | None,
     ) -> torch.Tensor:
         batch, q_len = hidden_states.shape[:2]
-        kv_states = torch.cat([context, hidden_states], dim=1)
         heads = (batch, -1, self.config.num_attention_heads, self.head_dim)
-        kv_heads = (batch, -1, self.config.num_key_value_heads, self.head_dim)
         query = self.q_norm(self.q_proj(hidden_states).view(heads)).transpose(1, 2)
-        key = self.k_norm(self.k_proj(kv_states).view(kv_heads)).transpose(1, 2)
-        value = self.v_proj(kv_states).view(kv_heads).transpose(1, 2)
-
         cos, sin = (table.unsqueeze(1) for table in position_embeddings)
         # The block's rows are the last of the positions: queries take theirs from there.
         query = query * cos[:, :, -q_len:] + rotate_half(query) * sin[:, :, -q_len:]
-        key = key * cos + rotate_half(key) * sin
+        key, value = self.keys_values(torch.cat([context, hidden_states], dim=1), position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
 
@@ -105,6 +100,16 @@ class DFlashAttention(nn.Module):
         )
         projected: torch.Tensor = self.o_proj(output.reshape(batch, q_len, -1))
         return projected
+
+    def keys_values(
+        self, states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `(B, heads, L, head_dim)` of `states (B, L, H)`."""
+        heads = (states.shape[0], -1, self.config.num_key_value_heads, self.head_dim)
+        cos, sin = (table.unsqueeze(1) for table in position_embeddings)
+        key = self.k_norm(self.k_proj(states).view(heads)).transpose(1, 2)
+        value = self.v_proj(states).view(heads).transpose(1, 2)
+        return key * cos + rotate_half(key) * sin, value
 
 
 class DFlashDecoderLayer(GradientCheckpointingLayer):
@@ -263,6 +268,20 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
             hidden_states = layer(hidden_states, context, position_embeddings, masks[layer_type], cache)
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
+
+    def extend(self, context_hidden_states: torch.Tensor, position_ids: torch.Tensor, cache: Cache) -> None:
+        """Append rows to the context without drafting: they do not depend on a block.
+
+        Args:
+            context_hidden_states: `(B, C, taps * H)`, as in `forward`.
+            position_ids: `(B, C)`.
+            cache: Grows by C rows.
+        """
+        context = self.hidden_norm(self.fc(context_hidden_states))
+        position_embeddings = self.rotary_emb(context, position_ids)
+        for index, layer in enumerate(self.layers):
+            attention: Any = layer.self_attn
+            cache.update(*attention.keys_values(context, position_embeddings), index)
 
     def _masks(
         self,
