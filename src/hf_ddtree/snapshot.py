@@ -11,8 +11,11 @@ from torch import nn
 from torch.nn.modules import module as _module
 from transformers import PreTrainedConfig
 
-_NUMBERS = (bool, int, float, str)
-_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
+# Attributes of modules that a graph has baked in, by their types.
+_NUMBER, _FUNCTION, _TENSOR = range(3)
+_KINDS = dict.fromkeys((bool, int, float, str), _NUMBER)
+_KINDS |= dict.fromkeys((FunctionType, BuiltinFunctionType, MethodType, functools.partial), _FUNCTION)
+_KINDS[torch.Tensor] = _TENSOR
 _HARMLESS = ("transformers.utils.output_capturing", "hf_ddtree.verifier")  # hooks that write what they were asked for
 
 
@@ -45,12 +48,14 @@ def take_snapshot(model: nn.Module) -> Snapshot:
         waiting += [child for child in own["_modules"].values() if child is not None]
         seen += (id(module), type(module), id(type(module).forward))
         for value in own.values():
-            kind = type(value)
-            if kind in _NUMBERS:
+            kind = _KINDS.get(type(value))
+            if kind is None:
+                continue
+            if kind == _NUMBER:
                 seen.append(value)
-            elif kind in _FUNCTIONS:
+            elif kind == _FUNCTION:
                 seen.append(id(value))
-            elif kind is torch.Tensor:
+            else:
                 seen += (id(value), value.data_ptr(), value.dtype)
         for tensor in own["_parameters"].values():
             if tensor is not None:
