@@ -50,7 +50,8 @@ test-full: $(INSTALLED)
 test-oldest: $(OLDEST)/.installed
 	$(call run_tests,$(OLDEST),$(VERSIONED))
 
-# Upgraded each time, and by itself, so that pip looks beyond the range that pyproject.toml allows.
+# Upgraded each time, and by itself, so that pip looks beyond the versions that were tested and, one day, the range that
+# pyproject.toml allows.
 test-newest: $(NEWEST)/.installed
 	$(NEWEST)/bin/python $(PIP_INSTALL) --constraint $(NEWEST)/constraints.txt --upgrade transformers
 	$(call run_tests,$(NEWEST),$(VERSIONED))
