@@ -397,6 +397,39 @@ def test_rows_that_rounds_wrote_are_cleared() -> None:
 
 
 @pytest.mark.usefixtures("stepped")
+@pytest.mark.parametrize("what", ["streamer", "start", "step"])
+def test_rows_are_cleared_after_what_failed_too(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Streamer:
+        def __init__(self) -> None:
+            self.puts = 0
+
+        def put(self, value: torch.Tensor) -> None:
+            self.puts += 1
+            if self.puts == 3:  # behind the prompt and the first token: a round's
+                raise KeyError("mine")
+
+        def end(self) -> None:
+            pass
+
+    def fail(self: compiled.Recorded) -> None:
+        self.rehearse()
+        raise RuntimeError("no graph")
+
+    model = tiny_target("llama")
+    call = GREEDY | {"assistant_model": tiny_drafter(model), "ddtree": DDTreeConfig(budget=[0, 7])}
+    monkeypatch.setattr(capture, "_release", lambda device: None)
+    if what == "streamer":
+        with pytest.raises(KeyError, match="mine"):
+            run(model, prompt_ids(8), 40, streamer=Streamer(), **(call | {"ddtree": DDTreeConfig(budget=40)}))
+    else:
+        monkeypatch.setattr(compiled.Start if what == "start" else compiled.Step, "capture", fail)
+        run(model, prompt_ids(8), 3, **call)
+    buffers = model.__dict__["_hf_ddtree_state"].buffers
+    for cache in (buffers.cache, buffers.context):
+        assert not any(bool(layer.keys.any()) or bool(layer.values.any()) for layer in cache.layers)
+
+
+@pytest.mark.usefixtures("stepped")
 def test_other_experts_need_other_graphs() -> None:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**SIZES, head_dim=16, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2)

@@ -170,8 +170,13 @@ class Recorded:
         """The algorithm."""
         raise NotImplementedError
 
+    def touch(self) -> None:
+        """Note the rows that are written."""
+        raise NotImplementedError
+
     def replay(self) -> None:
         """Do it, by the graph if there is one."""
+        self.touch()  # ahead of all that can fail: calls clear what earlier ones have written
         if self.graph is None:
             self.round()
         else:
@@ -179,6 +184,7 @@ class Recorded:
 
     def rehearse(self) -> None:
         """Do it, and leave the state and the generator as they were before."""
+        self.touch()
         with self.rounds.restored():
             self.round()
 
@@ -275,10 +281,12 @@ class Start(Recorded):
     def compile(self) -> None:
         self.block.compile()
 
+    def touch(self) -> None:
+        self.rounds.context.touch(self.block.most + self.rounds.block)
+
     def run(self) -> list[float]:
         """Draft. Returns the tokens that the tree's best nodes are expected to commit, by `Rounds.sizes`."""
         self.replay()
-        self.rounds.context.touch(self.block.most + self.rounds.block)
         return self.rounds.fetch()[1 + 2 * self.rounds.most :]
 
     @torch.no_grad()
@@ -320,6 +328,11 @@ class Step(Recorded):
         if self.block is not None:
             self.block.compile()
 
+    def touch(self) -> None:
+        self.rounds.cache.touch(self.nodes + 1)
+        if self.drafts:
+            self.rounds.context.touch(self.most + self.rounds.block)
+
     def run(self) -> Outcome:
         """Run a round. The result comes back in the round's one synchronisation."""
         if self.rounds.noise is not None:
@@ -336,10 +349,8 @@ class Step(Recorded):
 
     def commit(self, count: int) -> None:
         """Count a round's first `count` rows as committed; fewer than it chose end the text."""
-        self.rounds.cache.touch(self.nodes + 1)
         self.rounds.cache.commit(count)
         if self.drafts:
-            self.rounds.context.touch(self.most + self.rounds.block)
             self.rounds.context.commit(count)
         if self.rounds.noise is not None:
             self.rounds.noise.give_back(count)
