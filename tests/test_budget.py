@@ -431,6 +431,36 @@ def test_a_size_that_cannot_be_captured_is_left_out(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("stepped")
+def test_a_pause_whose_step_is_lost_goes_on_in_plain_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where buffers were outgrown in it: the tree of before the pause is not verified behind another root."""
+    now, captured = [0.0], []
+
+    def slow_trees(self: compiled.Step) -> Any:
+        now[0] += 20 if self.drafts else 1
+        return original(self)
+
+    def fail_later(self: compiled.Recorded) -> None:
+        if isinstance(self, compiled.Step) and not self.drafts:
+            captured.append(self)
+            if len(captured) > 1:
+                raise RuntimeError("no graph")
+
+    original = compiled.Step.run
+    monkeypatch.setattr(compiled.Step, "run", slow_trees)
+    monkeypatch.setattr(compiled.Recorded, "capture", fail_later)
+    monkeypatch.setattr(capture, "_release", lambda device: None)
+    monkeypatch.setattr(decoding, "clock", lambda: now[0])
+    monkeypatch.setattr(tree_cache, "_MOST_AHEAD", 8)
+    model = tiny_target("llama")
+    expected, _ = run(model, prompt_ids(200), 300, **GREEDY)
+    out, _ = run(model, prompt_ids(200), 300, assistant_model=tiny_drafter(model), ddtree=True, **GREEDY)
+    assert len(captured) > 1
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    context = out[CACHE_KEY].__dict__[candidate_generator._CONTEXT]
+    assert sum(features.shape[1] for features in context.features) < 8  # no hole
+
+
+@pytest.mark.usefixtures("stepped")
 def test_time_that_failed_captures_take_is_no_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: compiled.Step) -> None:
         time.sleep(1)

@@ -90,12 +90,12 @@ def ddtree_decoding(
                 )
                 budget = find_budget(captured=reason is None)
                 if reason is None:
-                    drafted, position, stop = captured_rounds(call, budget, position)
+                    position, stop = captured_rounds(call, budget, position)
                     if config.budget == "auto":  # what they have left takes other times
                         budget = find_budget(captured=False)
-                    started = clock()
                 else:
                     stats.path = f"plain: {reason}"
+                if not stop:
                     started = clock()
                     drafted = draft(call, budget, position)
 
@@ -189,14 +189,14 @@ def draft(call: Call, budget: Budget, position: torch.Tensor) -> Drafted:
         return Drafted(*(budget.cut(tree) if depth > 0 else (tree, 0)), plain)
 
 
-def captured_rounds(call: Call, budget: Budget, position: torch.Tensor) -> tuple[Drafted, torch.Tensor, bool]:
+def captured_rounds(call: Call, budget: Budget, position: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """The rounds of `Step`, until generation ends or a step cannot be had.
 
     Args:
         position: `(1, 1)`, the bonus token's.
 
     Returns:
-        What the next round verifies, the position of its root, and whether generation ended.
+        The position of the last bonus token, and whether generation ended.
     """
     source, verifier, record, stats = call.source, call.verifier, call.record, call.stats
     stop, rounds, tree, nodes, due = False, None, None, 0, True
@@ -225,7 +225,8 @@ def captured_rounds(call: Call, budget: Budget, position: torch.Tensor) -> tuple
         step = find_step(rounds, min(nodes, source.nodes), budget, source.config.execution)
         if not isinstance(step, Step):
             stats.path = step
-            if (other := budget.cut(rounds.tree)[1]) == nodes:
+            # Where drafting pauses the tree is an old one.
+            if not nodes or (other := budget.cut(rounds.tree)[1]) == nodes:
                 break
             due, nodes = False, other
             continue
@@ -249,8 +250,7 @@ def captured_rounds(call: Call, budget: Budget, position: torch.Tensor) -> tuple
         due = not (step.drafts and budget.drafts)  # drafting pauses, or begins again
         if not due:
             nodes = budget.choose(outcome.expected)
-    assert rounds is not None
-    return Drafted(rounds.tree.first(nodes), nodes, plain=False), position, stop
+    return position, stop
 
 
 def first_tree(call: Call, budget: Budget, rounds: Rounds) -> int:
