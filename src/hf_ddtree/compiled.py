@@ -218,14 +218,17 @@ class BlockDraft:
         self.rounds, self.target, self.most = rounds, target, most
         self.drafter = shadow(rounds.drafter)
         columns = most + rounds.block
-        # What the layers see.
-        self.visible = {causal: rounds.zeros(1, rounds.block, columns, dtype=torch.bool) for causal in (False, True)}
+        # What the layers see, by whether they are causal and by their windows.
+        self.visible: dict[tuple[bool, int | None], torch.Tensor] = {}
         self.depths, self.column_depths = rounds.zeros(1, rounds.block), rounds.zeros(1, columns)
         for index, (layer, own) in enumerate(zip(self.drafter.layers, rounds.context.layers, strict=True)):
-            visible = self.visible[self.drafter.config.layer_is_causal(index)]
+            causal, window = self.drafter.config.layer_is_causal(index), layer.self_attn.sliding_window
+            if (causal, window) not in self.visible:
+                self.visible[causal, window] = rounds.zeros(1, rounds.block, columns, dtype=torch.bool)
             of_layer = Rows(
-                own.keys, own.values, rounds.context_length, rounds.context_committed, visible, self.depths,
-                self.column_depths, layer.self_attn.sliding_window,
+                own.keys, own.values, rounds.context_length, rounds.context_committed, self.visible[causal, window],
+                self.depths, self.column_depths,
+                window if causal or window is None else window + 1,  # to both sides, the row itself not counted
             )  # fmt: skip
             give_rows(self, layer, of_layer)
 
@@ -252,9 +255,10 @@ class BlockDraft:
         places = torch.arange(rounds.block, device=device)[None]
         steps = torch.arange(self.most, device=device)[None]
         context = (steps < count[:, None])[:, None].expand(-1, rounds.block, -1)
-        for causal, visible in self.visible.items():
+        ahead = places[:, None] - places[:, :, None]
+        for (causal, window), visible in self.visible.items():
             visible[:, :, : self.most] = context
-            visible[:, :, self.most :] = (places[:, None] <= places[:, :, None]) if causal else True
+            visible[:, :, self.most :] = ahead <= (0 if causal else rounds.block if window is None else window)
         self.depths.copy_(count[:, None] + places)
         self.column_depths.copy_(torch.cat([steps, self.depths], dim=1))
         masks = torch.full_like(places[:, 1:], self.drafter.config.mask_token_id)
