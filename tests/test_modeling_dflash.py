@@ -210,19 +210,18 @@ def test_calls_with_a_cache_add_up_to_the_single_call(
         close(in_chunks(model, noise, context, make_cache(model), chunks), expected)
 
 
-@pytest.mark.parametrize("make_cache", [draft_cache, dflash_cache])
 @pytest.mark.parametrize("layers", LAYERS)
-def test_context_may_be_appended_without_a_draft(layers: str, make_cache: Callable[[DFlashDraftModel], Cache]) -> None:
+def test_context_may_be_appended_without_a_draft(layers: str) -> None:
     model = drafter_of(layers)
     noise, context = inputs_of(20)
     expected = hidden_of(model, noise, context)
     for chunks in ([20], [3, 17], [12, 1, 1, 6]):
-        cache, start = make_cache(model), 0
+        cache, start = draft_cache(model), 0
         for rows in chunks:
             model.extend(context[:, start : start + rows], torch.arange(start, start + rows)[None], cache)
             start += rows
         close(hidden_of(model, noise, context[:, 20:], cache=cache), expected)
-    cache = make_cache(model)
+    cache = draft_cache(model)
     model.extend(context[:, :15], torch.arange(15)[None], cache)
     close(hidden_of(model, noise, context[:, 15:], cache=cache), expected)
 

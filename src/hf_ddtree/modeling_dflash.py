@@ -275,7 +275,7 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         Args:
             context_hidden_states: `(B, C, taps * H)`, as in `forward`.
             position_ids: `(B, C)`.
-            cache: Grows by C rows.
+            cache: Grows by C rows. One that drops the rows before a window, as transformers' own, will not do.
         """
         context = self.hidden_norm(self.fc(context_hidden_states))
         position_embeddings = self.rotary_emb(context, position_ids)
