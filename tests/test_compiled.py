@@ -27,6 +27,23 @@ def run(model: Any, ids: torch.Tensor, new: int, **options: Any) -> tuple[Any, t
     return out, torch.get_rng_state()
 
 
+def assert_same_drafts(stepped: Any, plain: Any) -> None:
+    """That two calls drafted the same trees until the text is near its end, where plain ones are less deep."""
+    for place, (mine, other) in enumerate(zip(stepped.ddtree_stats.trees, plain.ddtree_stats.trees, strict=True)):
+        assert mine.root == other.root
+        if place < 15:
+            assert torch.equal(mine.tree.token_ids, other.tree.token_ids)
+            assert torch.equal(mine.tree.parents, other.tree.parents)
+            torch.testing.assert_close(mine.tree.log_probs, other.tree.log_probs, atol=1e-4, rtol=1e-4)
+
+
+def assert_cleared(model: Any) -> None:
+    """That no row of a call is left in its buffers."""
+    buffers = model.__dict__["_hf_ddtree_state"].buffers
+    for cache in (buffers.cache, buffers.context):
+        assert not any(bool(layer.keys.any()) or bool(layer.values.any()) for layer in cache.layers)
+
+
 @pytest.mark.usefixtures("stepped")
 @pytest.mark.parametrize("family", ["llama", "qwen2_mixed", "qwen3", "mistral"])
 @pytest.mark.parametrize("options", [GREEDY, SAMPLING], ids=["greedy", "sampled"])
@@ -66,12 +83,7 @@ def test_drafts_what_the_plain_loop_drafts(
     monkeypatch.undo()
     expected, _ = run(model, prompt_ids(30), 40, **call)
     assert expected.ddtree_stats.path != out.ddtree_stats.path
-    rounds = list(zip(out.ddtree_stats.trees, expected.ddtree_stats.trees, strict=True))
-    for step, plain in rounds[:15]:  # near the end the plain loop drafts less deep
-        assert step.root == plain.root
-        assert torch.equal(step.tree.token_ids, plain.tree.token_ids)
-        assert torch.equal(step.tree.parents, plain.tree.parents)
-        torch.testing.assert_close(step.tree.log_probs, plain.tree.log_probs, atol=1e-4, rtol=1e-4)
+    assert_same_drafts(out, expected)
 
 
 @pytest.mark.usefixtures("stepped")
@@ -92,11 +104,7 @@ def test_no_draft_is_launched_plainly(budget: Any, monkeypatch: pytest.MonkeyPat
     out, _ = run(model, prompt_ids(30), 30, **call)
     assert out.ddtree_stats.path.startswith("compiled") and expected.ddtree_stats.path == "plain: asked for"
     assert out.sequences.tolist() == expected.sequences.tolist()
-    both = list(zip(out.ddtree_stats.trees, expected.ddtree_stats.trees, strict=True))
-    for step, plain in both[:15]:  # near the end the plain loop drafts less deep
-        assert step.root == plain.root
-        assert torch.equal(step.tree.token_ids, plain.tree.token_ids)
-        torch.testing.assert_close(step.tree.log_probs, plain.tree.log_probs, atol=1e-4, rtol=1e-4)
+    assert_same_drafts(out, expected)
     assert out.ddtree_stats.budgets[:15] == expected.ddtree_stats.budgets[:15]
 
 
@@ -413,9 +421,7 @@ def test_rows_of_another_shape_than_the_keys_are_not_guessed(monkeypatch: pytest
 def test_rows_that_rounds_wrote_are_cleared() -> None:
     model = tiny_target("llama")
     run(model, prompt_ids(8), 40, assistant_model=tiny_drafter(model), ddtree=True, **GREEDY)
-    buffers = model.__dict__["_hf_ddtree_state"].buffers
-    for cache in (buffers.cache, buffers.context):
-        assert not any(bool(layer.keys.any()) or bool(layer.values.any()) for layer in cache.layers)
+    assert_cleared(model)
 
 
 @pytest.mark.usefixtures("stepped")
@@ -446,9 +452,7 @@ def test_rows_are_cleared_after_what_failed_too(what: str, monkeypatch: pytest.M
     else:
         monkeypatch.setattr(compiled.Start if what == "start" else compiled.Step, "capture", fail)
         run(model, prompt_ids(8), 3, **call)
-    buffers = model.__dict__["_hf_ddtree_state"].buffers
-    for cache in (buffers.cache, buffers.context):
-        assert not any(bool(layer.keys.any()) or bool(layer.values.any()) for layer in cache.layers)
+    assert_cleared(model)
 
 
 @pytest.mark.usefixtures("stepped")

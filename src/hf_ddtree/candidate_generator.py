@@ -140,21 +140,21 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         if type(self.drafter) is not DFlashDraftModel or self.snapshots[1].hooked:
             self._draft(root, position)  # what moves tensors or weights does so around a whole forward
             return
-        self.cache.reserve(self.cache.length + self.pending + self.block_size)
         for rows, places in self._take_pending():
             self.drafter.extend(rows, places, self.cache)
 
     def _draft(self, root: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Append what is pending to the context, denoise one block `(B, block, H)`: one drafter pass, or, behind a
         long prompt, several of which the last one counts."""
-        self.cache.reserve(self.cache.length + self.pending + self.block_size)
         block = root.new_full((root.shape[0], self.block_size), self.drafter.config.mask_token_id)
         block[:, :1] = root
         block_positions = position.to(self.device) + torch.arange(self.block_size, device=self.device)
         noise_embeds = embed_tokens(self.target, block, self.drafter).to(self.device, self.dtype)
-        nothing = noise_embeds.new_empty(root.shape[0], 0, len(self.layer_ids) * self.drafter.config.hidden_size)
+        if not self._features:  # all is context already
+            width = len(self.layer_ids) * self.drafter.config.hidden_size
+            self.append(noise_embeds.new_empty(root.shape[0], 0, width), block_positions[:, :0])
         with _evaluating(self.drafter):
-            for rows, places in self._take_pending() if self._features else [(nothing, block_positions[:, :0])]:
+            for rows, places in self._take_pending():
                 self.cache.set_previous_accepted_tokens(rows.shape[1])
                 outputs = self.drafter(
                     noise_embeds=noise_embeds,
@@ -168,7 +168,11 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         return hidden
 
     def _take_pending(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Features and positions of what is pending, so many rows at a time as one pass takes; then nothing is."""
+        """Features and positions of what is pending, so many rows at a time as one pass takes; then nothing is.
+
+        Makes room in the context for these rows and a block.
+        """
+        self.cache.reserve(self.cache.length + self.pending + self.block_size)
         features, positions = (x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in (self._features, self._positions))
         self._features, self._positions = [], []
         return zip(features.split(_MOST_CONTEXT, dim=1), positions.split(_MOST_CONTEXT, dim=1), strict=True)

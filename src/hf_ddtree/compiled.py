@@ -278,15 +278,16 @@ class Start(Recorded):
 
     def __init__(self, rounds: Rounds) -> None:
         super().__init__(rounds)
-        self.block = BlockDraft(rounds, rounds.target, rounds.most)  # as in steps, so that it is compiled for both
+        # As many rows as in steps, so that it is compiled for both.
+        self.block_draft = BlockDraft(rounds, rounds.target, rounds.most)
         self.features = rounds.features.new_zeros(1, rounds.most, rounds.features.shape[-1])
         self.none = rounds.zeros(1)
 
     def compile(self) -> None:
-        self.block.compile()
+        self.block_draft.compile()
 
     def touch(self) -> None:
-        self.rounds.context.touch(self.block.most + self.rounds.block)
+        self.rounds.context.touch(self.block_draft.most + self.rounds.block)
 
     def run(self) -> list[float]:
         """Draft. Returns the tokens that the tree's best nodes are expected to commit, by `Rounds.sizes`."""
@@ -295,7 +296,7 @@ class Start(Recorded):
 
     @torch.no_grad()
     def round(self) -> None:
-        self.block.draft(self.features, self.none)
+        self.block_draft.draft(self.features, self.none)
         self.rounds.result[:, 1 + 2 * self.rounds.most :] = promises(self.rounds.tree, self.rounds.sizes)
 
 
@@ -310,7 +311,6 @@ class Step(Recorded):
 
     def __init__(self, rounds: Rounds, nodes: int) -> None:
         super().__init__(rounds)
-        self.drafts = nodes > 0
         self.nodes = min(nodes, rounds.tree.token_ids.shape[1])
         self.most = min(rounds.depth, self.nodes) + 1  # tokens that it can commit
         self.target = shadow(rounds.target)
@@ -325,12 +325,17 @@ class Step(Recorded):
                 own.keys, own.values, rounds.length, rounds.committed, self.visible, self.depths, self.depths, window
             )
             give_rows(self, layer, of_layer)
-        self.block = BlockDraft(rounds, self.target, self.most) if self.drafts else None
+        self.block_draft = BlockDraft(rounds, self.target, self.most) if nodes > 0 else None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the round leaves a tree for the next one."""
+        return self.block_draft is not None
 
     def compile(self) -> None:
         compile_layers(decoder_layers(self.target), self.nodes + 1, join_linears=self.device.type == "cuda")
-        if self.block is not None:
-            self.block.compile()
+        if self.block_draft is not None:
+            self.block_draft.compile()
 
     def touch(self) -> None:
         self.rounds.cache.touch(self.nodes + 1)
@@ -382,8 +387,8 @@ class Step(Recorded):
         path = features.gather(1, rows.clamp(min=0)[..., None].expand(-1, -1, features.shape[-1]))
         rounds.root.copy_(tokens.gather(1, count[:, None] - 1))
         # Draft the next block, and build the tree from its distributions.
-        if self.block is not None:
-            self.block.draft(path, count)
+        if self.block_draft is not None:
+            self.block_draft.draft(path, count)
         else:
             rounds.features.copy_(path)
         rounds.length.add_(count)

@@ -204,9 +204,6 @@ def captured_rounds(call: Call, budget: Budget, position: torch.Tensor) -> tuple
     if source.nodes:
         source.absorb(root, position)  # so that the context has its buffers
     while not stop:
-        drafts_anew = due and budget.drafts
-        if drafts_anew:
-            source.absorb(root, position)
         if rounds is None or not rounds.fits():
             if rounds is not None:  # outgrown: nothing may hold its graphs while the next are captured
                 root, position, tree = root.clone(), position.clone(), DraftTree(*map(torch.clone, rounds.tree))
@@ -218,7 +215,7 @@ def captured_rounds(call: Call, budget: Budget, position: torch.Tensor) -> tuple
             if tree is not None:
                 rounds.take_tree(tree)
             root, position, budget.ready = rounds.root, rounds.position, rounds.steps.keys()
-        elif drafts_anew:  # its context has grown
+        elif due and budget.drafts:  # the context has grown
             rounds.begin(root, position, record.room, verifier.prompt_mask, verifier.constants)
         if due:
             nodes = first_tree(call, budget, rounds)
@@ -247,9 +244,11 @@ def captured_rounds(call: Call, budget: Budget, position: torch.Tensor) -> tuple
         if stop:
             break
         budget.observe(nodes, outcome.rows, seconds, record.length)
-        due = not (step.drafts and budget.drafts)  # drafting pauses, or begins again
+        due = not (step.drafts and budget.drafts)
         if not due:
             nodes = budget.choose(outcome.expected)
+        elif budget.drafts:  # again, behind tokens that no round has drafted from
+            source.absorb(root, position)
     return position, stop
 
 
