@@ -141,7 +141,7 @@ def measure_costs(
                 points.append((count, found["seconds"]))
             (few, start), (more, end) = points
             rounds[name].append((end - start) / (more - few) if more > few else math.nan)
-            besides[name].append(max(0.0, start - few * rounds[name][-1] if few else start))
+            besides[name].append(start - few * rounds[name][-1] if few else start)
 
     def over_plain(seconds: dict[str, list[float]], name: str) -> float:
         ratios = [own / plain for own, plain in zip(seconds[name], seconds[base], strict=True)]

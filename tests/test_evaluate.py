@@ -286,6 +286,8 @@ def test_a_first_draft_is_no_part_of_a_rounds_cost(monkeypatch: pytest.MonkeyPat
     ) -> dict[str, Any]:
         if not options:
             return {"ids": [1] * new, "seconds": 0.10 + 0.03 * (new - 1)}
+        if ids.shape[1] == 2:  # an answer that ends early shows no cost of a round
+            new = 2
         lengths = [min(4, new - 1 - done) for done in range(0, new - 1, 4)]
         return {
             "ids": [1] * new,
@@ -294,7 +296,7 @@ def test_a_first_draft_is_no_part_of_a_rounds_cost(monkeypatch: pytest.MonkeyPat
         }
 
     monkeypatch.setattr(prediction, "answer", answer)
-    turns = [evaluation_methods.Turn(torch.zeros(1, 3), {"ids": [1] * 60})] * 4
+    turns = [evaluation_methods.Turn(torch.zeros(1, length), {"ids": [1] * 60}) for length in (2, 3, 2, 3)]
     pair = evaluation_methods.ChatPair(None, None, None)  # type: ignore[arg-type]
     costs = prediction.measure_costs(pair, {"generate": {}, "trees": {"ddtree": {}}}, "generate", turns, 0.0, 4)
     assert costs["generate"] == pytest.approx((0.03, 1.0))
