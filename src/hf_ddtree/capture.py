@@ -1,4 +1,4 @@
-"""Which calls' rounds become CUDA graphs, and how the graphs are made, found again and given up."""
+"""Which calls run by CUDA graphs, and how the graphs are made, found again and given up."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import LogitsProcessorList
+from transformers.modeling_outputs import CausalLMOutput
 
 from .budget import Budget
 from .candidate_generator import DDTreeCandidateGenerator
@@ -19,9 +20,10 @@ from .compiled import Recorded, Rounds, Start, Step
 from .logits_process import is_row_wise
 from .modeling_dflash import DFlashDraftModel
 from .outputs import GenerationRecord
+from .prompt import MOST_TOKENS, Prompt, are_alike
 from .rope import RopeSwitch, rope_parameters
 from .target_state import Buffers
-from .tree_cache import rows_ahead
+from .tree_cache import TreeCache, rows_ahead
 from .verifier import Constants, Verifier
 
 _MOST_ROUNDS = 16  # kinds of calls whose graphs are kept for later ones
@@ -114,9 +116,9 @@ def find_rounds(
     rows = rows_ahead(room, source.nodes)
     buffers.cache.reserve(buffers.cache.length + rows)
     source.reserve(rows)
-    layers: list[Any] = [*buffers.cache.layers, *buffers.context.layers]
-    places = (layer.is_initialized and layer.keys.data_ptr() for layer in layers)
-    where = (*(snapshot.fingerprint for snapshot in source.snapshots), *places)
+    where = (
+        *(snapshot.fingerprint for snapshot in source.snapshots), _places(buffers.cache), _places(buffers.context)
+    )  # fmt: skip
     what = (
         source.config.tree, source.config.execution, source.nodes, source.max_depth, budget.sizes, do_sample,
         tuple((type(processor), _values(processor)) for processor in processors),
@@ -135,10 +137,59 @@ def find_rounds(
     return rounds
 
 
+def run_prompt(
+    buffers: Buffers,
+    source: DDTreeCandidateGenerator,
+    why_not: Callable[[], str | None],
+    launch: Callable[[], tuple[Any, torch.Tensor]],
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+) -> tuple[Any, torch.Tensor]:
+    """The forward of a text without rows before it: by a graph, captured now if it was not before, where that can be.
+
+    Before a graph is used, what it gives is compared with what launching gives: a model may see its prompt in another
+    way than what follows. From then on it is always used, so that a text is answered alike in each call.
+
+    Args:
+        why_not: `why_not_captured` of this call.
+        launch: Runs the text through the stock path; returns what this function returns.
+        token_ids, positions: `(1, L)`.
+
+    Returns:
+        The model's output, or its logits of the last token alone, and the features `(1, L, taps * H)`.
+    """
+
+    def run(prompt: Prompt) -> tuple[Any, torch.Tensor]:
+        logits, features = prompt.run(token_ids, positions)
+        return CausalLMOutput(logits=logits), features
+
+    what = source.snapshots[0].fingerprint, source.layer_ids, _numeric_modes()
+    if buffers.prompt is not None and buffers.prompt[0] != (*what, _places(buffers.cache)):
+        buffers.prompt = None  # weights or rows have moved
+    if not 1 < token_ids.shape[1] <= MOST_TOKENS:  # in one token nothing could be compared
+        return launch()
+    if buffers.prompt is not None and why_not() is None:
+        prompt = buffers.prompt[1]
+        return run(prompt) if isinstance(prompt, Prompt) else launch()
+    launched = launch()  # which gives the buffers their memory
+    if why_not() is not None:
+        return launched
+    buffers.cache.reset()
+    make = functools.partial(Prompt, source.target, source.layer_ids, buffers.cache, source.device)
+    prompt = _capture(make, source.device, nullcontext, "captured")
+    if isinstance(prompt, Prompt):
+        captured = run(prompt)
+        if not are_alike(captured[1], launched[1]):
+            prompt = "it differs"
+            buffers.cache.reset()
+    buffers.prompt = (*what, _places(buffers.cache)), prompt
+    return captured if isinstance(prompt, Prompt) else launch()
+
+
 def find_start(rounds: Rounds, execution: str) -> Start | None:
     """What drafts the first tree, captured now if it was not before; `None` where no graph can be had."""
     if rounds.start is None:
-        rounds.start = _capture(functools.partial(Start, rounds), rounds, execution)
+        rounds.start = _capture(functools.partial(Start, rounds), rounds.device, rounds.restored, execution)
     return rounds.start if isinstance(rounds.start, Start) else None
 
 
@@ -146,7 +197,7 @@ def find_step(rounds: Rounds, nodes: int, budget: Budget, execution: str) -> Ste
     """The step of a size, captured now if it was not before; or the path without one, where no graph can be had."""
     if nodes not in rounds.steps and nodes not in rounds.failed:
         start = time.perf_counter()
-        step = _capture(functools.partial(Step, rounds, nodes), rounds, execution)
+        step = _capture(functools.partial(Step, rounds, nodes), rounds.device, rounds.restored, execution)
         if isinstance(step, Step):
             rounds.steps[nodes] = step
             if len(rounds.steps) > _MOST_STEPS:
@@ -158,15 +209,20 @@ def find_step(rounds: Rounds, nodes: int, budget: Budget, execution: str) -> Ste
     return rounds.steps.get(nodes) or rounds.failed[nodes]
 
 
-def _capture(make: Callable[[], _RecordedT], rounds: Rounds, execution: str) -> _RecordedT | str:
-    """A new step or start, without compilation if that fails; or the path without one."""
+def _capture(
+    make: Callable[[], _RecordedT],
+    device: torch.device,
+    restored: Callable[[], AbstractContextManager[None]],
+    execution: str,
+) -> _RecordedT | str:
+    """Something new with its graph, without compilation if that fails; or the path without one."""
     why = ""
     for compiled in (True, False) if execution == "auto" else (False,):
         step: _RecordedT | None = None
-        random = _random_state(rounds.device)
+        random = _random_state(device)
         try:
             # One capture at a time, as torch asks.
-            with _capturing, torch.inference_mode(False), _on(rounds.device), rounds.restored():
+            with _capturing, torch.inference_mode(False), _on(device), restored():
                 step = make()
                 with _NoHostReads():  # type: ignore[no-untyped-call]
                     step.rehearse()
@@ -180,8 +236,8 @@ def _capture(make: Callable[[], _RecordedT], rounds: Rounds, execution: str) -> 
             step.path += f" (not compiled: {why})" if why else ""
             return step
         step = None  # behind the error, whose traceback holds it
-        _release(rounds.device)
-        _restore_random(rounds.device, random)
+        _release(device)
+        _restore_random(device, random)
         if hopeless:
             break
     return f"plain: the capture failed ({why})"
@@ -211,6 +267,11 @@ def _restore_random(device: torch.device, state: torch.Tensor) -> None:
         fresh.set_state(state)
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.default_generators[index].graphsafe_set_state(fresh.graphsafe_get_state())
+
+
+def _places(cache: TreeCache) -> tuple[Any, ...]:
+    """Where a cache's rows lie, as far as they have a place."""
+    return tuple(layer.is_initialized and layer.keys.data_ptr() for layer in cache.layers)
 
 
 def _numeric_modes() -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,14 @@ class Outcome(NamedTuple):
     token_ids: list[int]
     tokens: torch.Tensor  # the same first in (1, P), on the device
     expected: list[float]  # tokens that the next tree's best nodes are expected to commit, by `Rounds.sizes`
+
+
+class GraphMemory:
+    """What graphs share of which one runs at a time, and none keeps anything in it."""
+
+    def __init__(self) -> None:
+        self.stream: Any | None = None
+        self.pool: Any | None = None
 
 
 class Rounds:
@@ -65,9 +73,8 @@ class Rounds:
         self.start: Start | str | None = None  # captured, or why it cannot be
         self.steps: dict[int, Step] = {}  # captured, by size
         self.failed: dict[int, str] = {}  # and what runs instead, where that failed
-        # Of the graphs, of which one runs at a time and none keeps anything in their memory.
-        self.stream: Any | None = None
-        self.pool: Any | None = None
+        self.memory = GraphMemory()
+        self._ranges: dict[int, torch.Tensor] = {}
 
         config = source.target.config.get_text_config(decoder=True)
         self.candidates = max(1, min(self.nodes, config.vocab_size))
@@ -85,6 +92,12 @@ class Rounds:
         # float64 holds ids exactly, so that all comes in one piece.
         self.result = self.zeros(1, 1 + 2 * self.most + len(self.sizes), dtype=torch.float64)
         self.features = self.zeros(1, 1, len(self.layer_ids) * config.hidden_size, dtype=source.target.dtype)
+
+    def range(self, end: int) -> torch.Tensor:
+        """`(1, end)`, made once."""
+        if end not in self._ranges:
+            self._ranges[end] = torch.arange(end, device=self.device)[None]
+        return self._ranges[end]
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, device=self.device)
@@ -154,11 +167,12 @@ class Recorded:
     What is done on the device alone, and recorded as a graph.
 
     Args:
-        rounds: What it reads and writes.
+        device: A CUDA device, or any if it is not captured.
+        memory: Of the graph.
     """
 
-    def __init__(self, rounds: Rounds) -> None:
-        self.rounds, self.device = rounds, rounds.device
+    def __init__(self, device: torch.device, memory: GraphMemory) -> None:
+        self.device, self.memory = device, memory
         self.graph: Any | None = None
         self.path = ""  # how it runs, for the statistics
 
@@ -174,6 +188,10 @@ class Recorded:
         """Note the rows that are written."""
         raise NotImplementedError
 
+    def restored(self) -> AbstractContextManager[None]:
+        """Leave all as it was before."""
+        raise NotImplementedError
+
     def replay(self) -> None:
         """Do it, by the graph if there is one."""
         self.touch()  # ahead of all that can fail: calls clear what earlier ones have written
@@ -185,22 +203,22 @@ class Recorded:
     def rehearse(self) -> None:
         """Do it, and leave the state and the generator as they were before."""
         self.touch()
-        with self.rounds.restored():
+        with self.restored():
             self.round()
 
     def capture(self) -> None:
         """Record `round` as a CUDA graph."""
-        rounds, current = self.rounds, torch.cuda.current_stream(self.device)
-        rounds.stream = stream = rounds.stream or torch.cuda.Stream(self.device)
+        memory, current = self.memory, torch.cuda.current_stream(self.device)
+        memory.stream = stream = memory.stream or torch.cuda.Stream(self.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for _ in range(2):  # compiles, and lets libraries allocate what they need
                 self.rehearse()
         current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with _own_workspaces(), torch.cuda.graph(graph, rounds.pool, stream, capture_error_mode="thread_local"):
+        with _own_workspaces(), torch.cuda.graph(graph, memory.pool, stream, capture_error_mode="thread_local"):
             self.round()
-        rounds.pool = graph.pool()
+        memory.pool = graph.pool()
         self.graph = graph
 
 
@@ -217,20 +235,30 @@ class BlockDraft:
     def __init__(self, rounds: Rounds, target: Any, most: int) -> None:
         self.rounds, self.target, self.most = rounds, target, most
         self.drafter = shadow(rounds.drafter)
-        columns = most + rounds.block
+        self.token_ids = rounds.zeros(1, rounds.block) + self.drafter.config.mask_token_id
+        # Context, of which the first rows count, then the block, which lies right behind those.
+        self.column_depths = rounds.range(most + rounds.block).clone()
+        self.depths = self.column_depths[:, most:]
+        self.no_mask = rounds.zeros(1, 1, 1, 1, dtype=rounds.dtype)  # which layers are told by rows
         # What the layers see, by whether they are causal and by their windows.
         self.visible: dict[tuple[bool, int | None], torch.Tensor] = {}
-        self.depths, self.column_depths = rounds.zeros(1, rounds.block), rounds.zeros(1, columns)
         for index, (layer, own) in enumerate(zip(self.drafter.layers, rounds.context.layers, strict=True)):
             causal, window = self.drafter.config.layer_is_causal(index), layer.self_attn.sliding_window
             if (causal, window) not in self.visible:
-                self.visible[causal, window] = rounds.zeros(1, rounds.block, columns, dtype=torch.bool)
+                self.visible[causal, window] = self._visible(causal, window)
             of_layer = Rows(
                 own.keys, own.values, rounds.context_length, rounds.context_committed, self.visible[causal, window],
                 self.depths, self.column_depths,
                 window if causal or window is None else window + 1,  # to both sides, the row itself not counted
             )  # fmt: skip
             give_rows(self, layer, of_layer)
+
+    def _visible(self, causal: bool, window: int | None) -> torch.Tensor:
+        """Who sees what in the block; of the context each round says how much there is."""
+        places = self.rounds.range(self.rounds.block)
+        ahead = places[:, None] - places[:, :, None]
+        visible = ahead <= (0 if causal else self.rounds.block if window is None else window)
+        return torch.nn.functional.pad(visible, (self.most, 0))
 
     def compile(self) -> None:
         """Compile the layers."""
@@ -251,23 +279,17 @@ class BlockDraft:
 
     def hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
         """Of the drafted places, `(1, depth, H)`, behind the first `count` of the new context's rows."""
-        rounds, device = self.rounds, self.rounds.device
-        places = torch.arange(rounds.block, device=device)[None]
-        steps = torch.arange(self.most, device=device)[None]
-        context = (steps < count[:, None])[:, None].expand(-1, rounds.block, -1)
-        ahead = places[:, None] - places[:, :, None]
-        for (causal, window), visible in self.visible.items():
-            visible[:, :, : self.most] = context
-            visible[:, :, self.most :] = ahead <= (0 if causal else rounds.block if window is None else window)
-        self.depths.copy_(count[:, None] + places)
-        self.column_depths.copy_(torch.cat([steps, self.depths], dim=1))
-        masks = torch.full_like(places[:, 1:], self.drafter.config.mask_token_id)
-        block = torch.cat([rounds.root, masks], dim=1)
+        rounds = self.rounds
+        steps, places = (rounds.range(rows) for rows in (self.most, rounds.block))
+        for visible in self.visible.values():
+            visible[:, :, : self.most] = steps[:, None] < count[:, None, None]
+        torch.add(count[:, None], places, out=self.depths)
+        self.token_ids[:, :1] = rounds.root
         output = self.drafter(
-            noise_embeds=embed_tokens(self.target, block, self.drafter).to(rounds.dtype),
+            noise_embeds=embed_tokens(self.target, self.token_ids, self.drafter).to(rounds.dtype),
             context_hidden_states=features.to(rounds.dtype),
             position_ids=rounds.position + self.column_depths,
-            attention_mask=torch.zeros(1, 1, 1, 1, dtype=rounds.dtype, device=device),
+            attention_mask=self.no_mask,
         )
         hidden: torch.Tensor = output.last_hidden_state[:, 1 : rounds.depth + 1]
         return hidden
@@ -277,7 +299,8 @@ class Start(Recorded):
     """The first tree, behind tokens that no round has drafted from: all of them are context already."""
 
     def __init__(self, rounds: Rounds) -> None:
-        super().__init__(rounds)
+        super().__init__(rounds.device, rounds.memory)
+        self.rounds = rounds
         # As many rows as in steps, so that it is compiled for both.
         self.block_draft = BlockDraft(rounds, rounds.target, rounds.most)
         self.features = rounds.features.new_zeros(1, rounds.most, rounds.features.shape[-1])
@@ -288,6 +311,9 @@ class Start(Recorded):
 
     def touch(self) -> None:
         self.rounds.context.touch(self.block_draft.most + self.rounds.block)
+
+    def restored(self) -> AbstractContextManager[None]:
+        return self.rounds.restored()
 
     def run(self) -> list[float]:
         """Draft. Returns the tokens that the tree's best nodes are expected to commit, by `Rounds.sizes`."""
@@ -310,21 +336,16 @@ class Step(Recorded):
     """
 
     def __init__(self, rounds: Rounds, nodes: int) -> None:
-        super().__init__(rounds)
+        super().__init__(rounds.device, rounds.memory)
+        self.rounds = rounds
         self.nodes = min(nodes, rounds.tree.token_ids.shape[1])
         self.most = min(rounds.depth, self.nodes) + 1  # tokens that it can commit
         self.target = shadow(rounds.target)
         self.taps = FeatureTaps(self.target, rounds.layer_ids)
-        self.kinds = layer_kinds(rounds.target.config.get_text_config(decoder=True))
-
         # What the layers see of the round.
         rows = self.nodes + 1
         self.visible, self.depths = rounds.zeros(1, rows, rows, dtype=torch.bool), rounds.zeros(1, rows)
-        for layer, own, (_, window) in zip(decoder_layers(self.target), rounds.cache.layers, self.kinds, strict=True):
-            of_layer = Rows(
-                own.keys, own.values, rounds.length, rounds.committed, self.visible, self.depths, self.depths, window
-            )
-            give_rows(self, layer, of_layer)
+        share_rows(self, self.target, rounds.cache, rounds.length, rounds.committed, self.visible, self.depths)
         self.block_draft = BlockDraft(rounds, self.target, self.most) if nodes > 0 else None
 
     @property
@@ -341,6 +362,9 @@ class Step(Recorded):
         self.rounds.cache.touch(self.nodes + 1)
         if self.drafts:
             self.rounds.context.touch(self.most + self.rounds.block)
+
+    def restored(self) -> AbstractContextManager[None]:
+        return self.rounds.restored()
 
     def run(self) -> Outcome:
         """Run a round. The result comes back in the round's one synchronisation."""
@@ -373,16 +397,15 @@ class Step(Recorded):
         self.visible.copy_(ancestors)
         self.depths.copy_(depths)
         token_ids = torch.cat([rounds.root, tree.token_ids], dim=1)
-        logits, features = self._verify(token_ids, torch.minimum(rounds.position + depths, rounds.last_position))
+        positions = torch.minimum(rounds.position + depths, rounds.last_position)
+        logits, features = forward(self.target, self.taps, token_ids, positions, rounds.constants)
         # Walk from the root by the target's own choice.
-        deepest = depths.clamp(max=self.most - 1)
-        choices = choose(logits, deepest, rounds.root, rounds.processors, rounds.noise, self.most)
+        choices = choose(logits, depths, rounds.root, rounds.processors, rounds.noise, self.most)
         rows, tokens = follow(choices, tree, ancestors, depths, self.most)
         count = (rows >= 0).sum(dim=1)  # (1,)
         # Keep the path.
-        steps = torch.arange(self.most, device=self.device)[None]
         if self.most > 1:
-            target = rounds.length[:, None] + steps
+            target = rounds.length[:, None] + rounds.range(self.most)
             rounds.cache.move(torch.where(rows >= 0, rounds.length[:, None] + rows, target), target)
         path = features.gather(1, rows.clamp(min=0)[..., None].expand(-1, -1, features.shape[-1]))
         rounds.root.copy_(tokens.gather(1, count[:, None] - 1))
@@ -397,20 +420,53 @@ class Step(Recorded):
         rows, tokens = torch.nn.functional.pad(rows, missing, value=-1), torch.nn.functional.pad(tokens, missing)
         rounds.result.copy_(torch.cat([count[:, None], rows, tokens, promises(rounds.tree, rounds.sizes)], dim=1))
 
-    def _verify(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits `(1, N + 1, V)` and features `(1, N + 1, taps * H)` of a tree, root first."""
-        unused = torch.zeros(1, 1, 1, 1, dtype=self.target.dtype, device=self.device)  # 4D masks are passed on as is
-        kinds = dict(self.kinds)
-        with self.taps.recording() as chunks, each_attends_once(decoder_layers(self.target)):
-            output = self.target(
-                input_ids=token_ids,
-                position_ids=self.rounds.constants.place(positions),
-                attention_mask=dict.fromkeys(kinds, unused) if len(kinds) > 1 else unused,
-                use_cache=False,
-                return_dict=True,
-                **self.rounds.constants.of_rows(token_ids.shape[1]),
-            )
-        return output.logits, torch.cat([parts[0] for parts in chunks.values()], dim=-1)
+
+def share_rows(
+    owner: Any,
+    target: Any,
+    cache: TreeCache,
+    length: torch.Tensor,
+    committed: torch.Tensor,
+    visible: torch.Tensor,
+    depths: torch.Tensor,
+) -> None:
+    """Let a shadow's layers attend to a cache's rows, as long as `owner` lives; the tensors are those of `Rows`."""
+    kinds = layer_kinds(target.config.get_text_config(decoder=True))
+    for layer, own, (_, window) in zip(decoder_layers(target), cache.layers, kinds, strict=True):
+        give_rows(owner, layer, Rows(own.keys, own.values, length, committed, visible, depths, depths, window))
+
+
+def forward(
+    target: Any,
+    taps: FeatureTaps,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    constants: Constants | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A shadow's forward over its layers' rows.
+
+    Args:
+        target: The shadow, whose layers were given rows (`give_rows`).
+        taps: On its layers.
+        token_ids, positions: `(1, N)`.
+        constants: Of the call's steps.
+
+    Returns:
+        Logits `(1, N, V)` and features `(1, N, taps * H)`.
+    """
+    constants = constants or Constants({})
+    kinds = dict(layer_kinds(target.config.get_text_config(decoder=True)))
+    unused = torch.zeros(1, 1, 1, 1, dtype=target.dtype, device=token_ids.device)  # 4D masks are passed on as is
+    with taps.recording() as chunks, each_attends_once(decoder_layers(target)):
+        output = target(
+            input_ids=token_ids,
+            position_ids=constants.place(positions),
+            attention_mask=dict.fromkeys(kinds, unused) if len(kinds) > 1 else unused,
+            use_cache=False,
+            return_dict=True,
+            **constants.of_rows(token_ids.shape[1]),
+        )
+    return output.logits, torch.cat([parts[0] for parts in chunks.values()], dim=-1)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from .acceptance_watch import watch_acceptance
 from .budget import Budget, clock, make_budget
 from .candidate_generator import DDTreeCandidateGenerator
-from .capture import find_rounds, find_start, find_step, why_not_captured
+from .capture import find_rounds, find_start, find_step, run_prompt, why_not_captured
 from .compat import CACHE_KEY, decoder_only_output
 from .compiled import Rounds, Step
 from .configuration_ddtree import DDTreeConfig
@@ -66,11 +66,15 @@ def ddtree_decoding(
         with closing(Verifier(model, source.layer_ids, cache, model_kwargs, input_ids.device)) as verifier:
             rope = RopeSwitch(verifier.config)
             timed = functools.partial(stats.time, device=verifier.device if config.record_times else None)
+            why_not = functools.partial(
+                why_not_captured, buffers, source, verifier, rope, record, logits_processor, do_sample, synced_gpus
+            )
             call = Call(buffers, source, verifier, rope, record, logits_processor, do_sample, stats, timed)
             # The prompt gives the first bonus token, and its features are the drafter's first context.
             with timed("prefill"):
                 ahead = rows_ahead(record.room, source.nodes)
-                outputs, features = verifier.prefill(input_ids, generation_config, model_kwargs, ahead)
+                run_text = functools.partial(run_prompt, buffers, source, why_not)
+                outputs, features = verifier.prefill(input_ids, generation_config, model_kwargs, ahead, run_text)
                 if users_cache is not None and not verifier.recomputed:
                     source.resume(users_cache, input_ids)
                 append_prompt(source, features, verifier.prompt_positions, verifier.prompt_mask)
@@ -82,9 +86,7 @@ def ddtree_decoding(
             position = verifier.prompt_positions[:, -1:] + 1  # the bonus token's, root of the first tree
             del outputs, features
             if not stop:
-                reason = why_not_captured(
-                    buffers, source, verifier, rope, record, logits_processor, do_sample, synced_gpus
-                )
+                reason = why_not()
                 find_budget = functools.partial(
                     make_budget, source, state_of(model).experiences, do_sample=do_sample, length=record.length
                 )

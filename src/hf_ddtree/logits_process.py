@@ -115,7 +115,7 @@ def device_walk(
         noise.begin()
     depths = node_depths(ancestors)
     deepest = max(1, min(record.room, logits.shape[1]))  # static: no more tokens than that can be committed
-    choices = choose(logits, depths.clamp(max=deepest - 1), record.input_ids, processors, noise, deepest)
+    choices = choose(logits, depths, record.input_ids, processors, noise, deepest)
     rows, tokens = follow(choices, tree, ancestors, depths, deepest)
     path = torch.cat([rows, tokens], dim=1)[0].tolist()  # the round's one synchronisation
     chosen = [row for row in path[:deepest] if row >= 0]
@@ -141,14 +141,16 @@ def choose(
         input_ids: For the processors' signature; row-wise ones do not look at it.
         processors: Row-wise ones.
         noise: `None` for greedy search.
-        rows: Rows of noise to draw.
+        rows: Rows of noise to draw, and tokens that can be committed; nodes below choose for nothing.
     """
+    if noise is None and not processors:
+        return logits.argmax(dim=-1)  # as of their float32 copy, which would take longer than this
     scores = processors(input_ids, logits.float().flatten(0, 1)).view(logits.shape)
     if noise is None:
         return scores.argmax(dim=-1)
     # multinomial(p, 1) is argmax(p / q), q exponential of p's shape.
     probs = torch.nn.functional.softmax(scores, dim=-1)
-    return probs.div_(noise.draw(rows, logits.shape[-1])[depths]).argmax(dim=-1)
+    return probs.div_(noise.draw(rows, logits.shape[-1])[depths.clamp(max=rows - 1)]).argmax(dim=-1)
 
 
 def follow(

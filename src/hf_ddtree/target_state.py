@@ -30,6 +30,7 @@ class Buffers:
         self.cache = TreeCache.for_config(model.config.get_text_config(decoder=True))
         self.context = DraftCache([])
         self.rounds: dict[Any, Any] = {}
+        self.prompt: tuple[Any, Any] | None = None  # the graph of a prompt's forward, behind what it was made for
         self._drafter: weakref.ref[Any] | None = None
         self._left: torch.cuda.Event | None = None
 

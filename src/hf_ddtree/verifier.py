@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -176,11 +176,14 @@ class Verifier:
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
         ahead: int = 0,
+        run_text: Callable[..., tuple[Any, torch.Tensor]] | None = None,
     ) -> tuple[Any, torch.Tensor]:
-        """Run the prompt through the stock path into our cache.
+        """Run the prompt into our cache.
 
         Args:
             ahead: Rows that will follow: reserved now, the buffers need not grow with the prompt in them.
+            run_text: Runs a prompt of nothing but tokens without padding, given the stock path, ids and positions;
+                default: by that path.
 
         Returns:
             The model's output (logits of the last position) and the features `(B, new slots, taps * H)`.
@@ -192,23 +195,32 @@ class Verifier:
         already = self.cache.length
         embeds = model_kwargs.get("inputs_embeds")
         self.cache.reserve(already + (input_ids if embeds is None else embeds).shape[1] + ahead)
-        with self._target_call() as chunks:
-            outputs = self.model._prefill(
-                input_ids,
-                generation_config,
-                model_kwargs | {CACHE_KEY: self.cache},
-                is_first_iteration=not generation_config.is_assistant,
-            )
-        if (filled := outputs.get(CACHE_KEY)) is None:
-            raise ValueError(f"{type(self.model).__name__} returned no cache: `ddtree` needs a target that keeps one.")
-        if filled is not self.cache:  # Phi-3 takes a new cache beyond its rope switch
-            self.cache.load(filled)
-            already, self.recomputed = 0, True
+
+        def launch() -> tuple[Any, torch.Tensor]:
+            with self._target_call() as chunks:
+                outputs = self.model._prefill(
+                    input_ids,
+                    generation_config,
+                    model_kwargs | {CACHE_KEY: self.cache},
+                    is_first_iteration=not generation_config.is_assistant,
+                )
+            if (filled := outputs.get(CACHE_KEY)) is None:
+                raise ValueError(
+                    f"{type(self.model).__name__} returned no cache: `ddtree` needs a target that keeps one."
+                )
+            if filled is not self.cache:  # Phi-3 takes a new cache beyond its rope switch
+                self.cache.load(filled)
+                self.recomputed = True
+            return outputs, self._features(chunks, self.cache.length - (0 if self.recomputed else already))
+
+        if run_text is not None and not already and not types and _is_text(input_ids, placed, model_kwargs):
+            outputs, features = run_text(launch, input_ids, model_kwargs["position_ids"])
+        else:
+            outputs, features = launch()
         # Some versions run rows again that the cache has: they mask by a length that is not the cache's.
         self.plain_only = mask is not None and mask.shape[1] != self.cache.length
         if mask is not None and not bool(mask.all()):
             self.prompt_mask = mask[:, : self.cache.length].to(self.device).bool()
-        features = self._features(chunks, self.cache.length - already)
         self.prompt_positions = self._count(features.shape[1], model_kwargs)
         last = self.prompt_positions[:, -1:]
         self.constants = Constants(types, None if torch.equal(placed, last) else placed - last)
@@ -386,6 +398,18 @@ class Verifier:
                 raise RuntimeError(f"Layer {layer_id} of the target gave {got} instead of features for {rows} rows.")
             states.append(state)
         return torch.cat([state.to(states[0].device) for state in states], dim=-1)
+
+
+def _is_text(input_ids: torch.Tensor, placed: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:
+    """Whether a prompt is its tokens and nothing else, without padding, the last one `placed` where it is counted."""
+    others = {name for name, value in model_kwargs.items() if value is not None and value is not False}
+    positions, mask = model_kwargs["position_ids"], model_kwargs.get("attention_mask")
+    return (
+        others <= {*_STEP_INPUTS}
+        and positions.shape == input_ids.shape
+        and torch.equal(placed, positions[:, -1:].to(placed.device))
+        and (mask is None or (mask.shape == input_ids.shape and bool(mask.all())))
+    )
 
 
 def input_device(module: Any, given: torch.device) -> torch.device:

@@ -1,0 +1,102 @@
+"""A short prompt's forward in chunks of one shape, which a CUDA graph replays.
+
+Launched operation by operation, a forward takes as long as several rounds, however short the prompt is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .compiled import GraphMemory, Recorded, forward, share_rows
+from .shadow import shadow
+from .tree_cache import TreeCache
+from .verifier import FeatureTaps
+
+CHUNK = 256  # rows
+MOST_TOKENS = 1024  # more take longer in chunks than in one forward
+
+_ROUNDING = 0.1  # of a row's features, at most; in bfloat16 some hundredths
+
+
+class Prompt(Recorded):
+    """
+    Rows of a prompt behind those in the cache, each of which sees itself and what comes before.
+
+    The layers are not compiled: for one forward a call that would not pay.
+
+    Args:
+        target: The model.
+        layer_ids: Tap layers.
+        cache: Where the rows go; its buffers are there already.
+        device: The target's.
+    """
+
+    def __init__(self, target: Any, layer_ids: Sequence[int], cache: TreeCache, device: torch.device) -> None:
+        super().__init__(device, GraphMemory())
+        self.target, self.cache = shadow(target), cache
+        self.taps = FeatureTaps(self.target, layer_ids)
+        config = target.config.get_text_config(decoder=True)
+        counted = torch.arange(CHUNK, device=device)[None]
+        self.token_ids, self.positions = torch.zeros_like(counted), torch.zeros_like(counted)
+        self.length, self.last = counted.new_zeros(1), counted.new_zeros(1)  # rows before, and the last new one
+        committed = torch.ones(1, cache.capacity, dtype=torch.bool, device=device)
+        share_rows(self, self.target, cache, self.length, committed, counted[:, :, None] >= counted[:, None], counted)
+        self.features = torch.zeros(
+            1, CHUNK, len(self.taps.layer_ids) * config.hidden_size, dtype=target.dtype, device=device
+        )
+        self.logits: torch.Tensor | None = None  # (1, 1, V), of the last new row
+
+    def touch(self) -> None:
+        self.cache.touch(CHUNK)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """With the buffers' first rows as they were before."""
+        rows = [buffer[:, :, :CHUNK] for layer in self.cache.layers for buffer in (layer.keys, layer.values)]
+        saved = [part.clone() for part in rows]
+        self.length.zero_()
+        try:
+            yield
+        finally:
+            for part, before in zip(rows, saved, strict=True):
+                part.copy_(before)
+
+    def run(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a prompt, and commit its rows.
+
+        Args:
+            token_ids, positions: `(1, L)`.
+
+        Returns:
+            Logits of the last token, `(1, 1, V)`, and features, `(1, L, taps * H)`.
+        """
+        features = []
+        for ids, places in zip(token_ids.split(CHUNK, dim=1), positions.split(CHUNK, dim=1), strict=True):
+            count = ids.shape[1]
+            self.token_ids[:, :count] = ids
+            self.positions[:, :count], self.positions[:, count:] = places, places[:, -1:]
+            self.length.fill_(self.cache.length)
+            self.last.fill_(count - 1)
+            self.replay()
+            self.cache.commit(count)
+            features.append(self.features[:, :count].clone())
+        assert self.logits is not None
+        return self.logits.clone(), torch.cat(features, dim=1)
+
+    @torch.no_grad()
+    def round(self) -> None:
+        logits, features = forward(self.target, self.taps, self.token_ids, self.positions)
+        self.features.copy_(features)
+        if self.logits is None:
+            self.logits = torch.zeros_like(logits[:, :1])
+        self.logits.copy_(logits.index_select(1, self.last))
+
+
+def are_alike(features: torch.Tensor, others: torch.Tensor) -> bool:
+    """Whether two forwards differ by rounding only: in the median over rows `(1, L, taps * H)`, by less than 10%."""
+    difference = torch.linalg.vector_norm((features - others).float(), dim=-1)
+    return bool((difference / torch.linalg.vector_norm(others.float(), dim=-1)).median() < _ROUNDING)
