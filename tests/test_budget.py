@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hf_ddtree import DDTreeConfig, candidate_generator, capture, compiled, decoding, tree_cache
-from hf_ddtree.budget import Budget, Experience, LearnedBudget, least_cost, promises
+from hf_ddtree.budget import Budget, Experience, LearnedBudget, ReplayedBudget, least_cost, promises
 from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.draft_tree import DraftTree, ancestor_matrix, best_first_tree, node_depths
 from hf_ddtree.logits_process import follow
@@ -68,12 +68,18 @@ def decode(
     seed: int = 0,
     held_up: Collection[int] = (),
     length: int = 100,
+    steps: bool = False,
 ) -> list[tuple[int, int, float]]:
-    """Size, tokens and seconds of simulated rounds, some of which something else holds up."""
-    result = []
+    """Size, tokens and seconds of simulated rounds, some of which something else holds up.
+
+    With `steps`, a round leaves the next no larger a tree than the budget asks for, as captured ones do.
+    """
+    result: list[tuple[int, int, float]] = []
     noise = torch.Generator().manual_seed(seed)
     for _, (tree, accepted) in zip(range(rounds), rounds_of(drafter, seed), strict=False):
-        nodes = budget.cut(tree)[1] if budget.drafts else 0
+        drafted = tree.first(budget.next_tree(result[-1][0])) if steps and result else tree
+        nodes = budget.cut(drafted)[1] if budget.drafts else 0
+        assert nodes <= drafted.token_ids.shape[1]
         rows = accepted(nodes)
         length += len(rows)
         late, jitter = torch.rand(2, generator=noise).tolist()
@@ -89,9 +95,10 @@ def speed(rounds: list[tuple[int, int, float]]) -> float:
 
 @pytest.mark.parametrize("drafter", ["useless", "fair", "nearly perfect"])
 @pytest.mark.parametrize("cost", [flat, steep])
-def test_finds_the_best_size_and_stays_there(cost: Callable[[int], float], drafter: str) -> None:
+@pytest.mark.parametrize("steps", [False, True])
+def test_finds_the_best_size_and_stays_there(steps: bool, cost: Callable[[int], float], drafter: str) -> None:
     budget = LearnedBudget(SIZES, 15, Experience(SIZES), 100, captured=False)
-    rounds = decode(budget, cost, drafter, 600)[200:]
+    rounds = decode(budget, cost, drafter, 600, steps=steps)[200:]
     fixed = {size: speed(decode(Budget((size,)), cost, drafter, 600)[200:]) for size in SIZES}
     best = max(SIZES, key=lambda size: fixed[size])
     usual, _ = Counter(size for size, *_ in rounds).most_common(1)[0]
@@ -112,19 +119,32 @@ def test_no_size_is_tried_for_ever(cost: Callable[[int], float]) -> None:
 
 
 @pytest.mark.parametrize("cost", [flat, steep])
-def test_short_answers_to_prompts_of_all_lengths_lose_nothing_by_trying(cost: Callable[[int], float]) -> None:
+@pytest.mark.parametrize("steps", [False, True])
+def test_short_answers_to_prompts_of_all_lengths_lose_nothing_by_trying(
+    steps: bool, cost: Callable[[int], float]
+) -> None:
     """A text of another magnitude is no reason to try all sizes anew, and a size being tried says little of trees."""
 
     def answer_all(make: Callable[[int], Budget]) -> float:
         rounds = []
         for prompt, length in enumerate((40, 300, 60, 100, 600, 130, 40, 250) * 4):
             drafter = "fair" if prompt % 4 else "nearly perfect"
-            rounds += decode(make(length), lambda n: cost(n) * (1 + length / 4000), drafter, 25, prompt, length=length)  # noqa: B023
+            slower = 1 + length / 4000
+            rounds += decode(
+                make(length), lambda n: cost(n) * slower, drafter, 25, prompt, length=length, steps=steps  # noqa: B023
+            )  # fmt: skip
         return speed(rounds)
 
     experience = Experience(SIZES)
     learned = answer_all(lambda length: LearnedBudget(SIZES, 15, experience, length, captured=False))
     assert learned >= 0.97 * max(answer_all(lambda length, size=size: Budget((size,))) for size in SIZES)
+
+
+def test_a_round_leaves_the_next_a_tree_that_is_one_size_larger() -> None:
+    learned = LearnedBudget(SIZES, 15, Experience(SIZES), 100, captured=True)
+    assert [learned.next_tree(nodes) for nodes in SIZES] == [3, 7, 15, 31, 63, 63]
+    assert [Budget([size]).next_tree(size) for size in SIZES] == list(SIZES)
+    assert ReplayedBudget([3, 0, 63]).next_tree(3) == 63
 
 
 def test_costs_of_untried_sizes() -> None:

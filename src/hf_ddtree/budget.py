@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, MutableMapping, Sequence
 from statistics import median
 from typing import Any
@@ -45,7 +45,7 @@ class Budget:
     The same number of nodes in each round.
 
     Args:
-        sizes: Numbers of nodes that a round may have, ascending; a tree is drafted with the last.
+        sizes: Numbers of nodes that a round may have, ascending.
     """
 
     # Sizes for which a graph was captured, where rounds are graphs.
@@ -75,6 +75,10 @@ class Budget:
         Args:
             expected: Tokens that the best nodes of the tree are expected to commit, for each of `sizes`.
         """
+        return self.most
+
+    def next_tree(self, nodes: int) -> int:
+        """Nodes of the tree that a round of `nodes` leaves for the next, of which that verifies a part."""
         return self.most
 
     def observe(self, nodes: int, rows: Sequence[int], seconds: float | None, length: int) -> None:
@@ -268,6 +272,8 @@ class LearnedBudget(Budget):
         for size, promised, foreseen, added in zip(
             self.sizes, expected, self.experience.expected, self.experience.added, strict=True
         ):
+            if size and promised <= before:
+                break  # the tree has no more nodes
             if foreseen:
                 factor = (added + _PRIOR) / (foreseen + _PRIOR)
             tokens += factor * (promised - before)
@@ -309,6 +315,10 @@ class LearnedBudget(Budget):
         else:
             self.experience.capturing += seconds
             self.experience.compiled.add(nodes)
+
+    def next_tree(self, nodes: int) -> int:
+        """One size up: a tree takes longer the larger it is, and the best size changes slowly."""
+        return self.sizes[min(bisect_right(self.sizes, nodes), len(self.sizes) - 1)]
 
     def _is_open(self, size: int) -> bool:
         """Whether a round may have this size now."""

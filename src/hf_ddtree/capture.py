@@ -120,7 +120,8 @@ def find_rounds(
         *(snapshot.fingerprint for snapshot in source.snapshots), _places(buffers.cache), _places(buffers.context)
     )  # fmt: skip
     what = (
-        source.config.tree, source.config.execution, source.nodes, source.max_depth, budget.sizes, do_sample,
+        source.config.tree, source.config.execution, source.nodes, source.max_depth, do_sample,
+        type(budget), budget.sizes,
         tuple((type(processor), _values(processor)) for processor in processors),
         None if constants.offset is None else constants.offset.shape,
         tuple((name, types.dtype) for name, types in constants.types.items()), _numeric_modes(),
@@ -197,7 +198,8 @@ def find_step(rounds: Rounds, nodes: int, budget: Budget, execution: str) -> Ste
     """The step of a size, captured now if it was not before; or the path without one, where no graph can be had."""
     if nodes not in rounds.steps and nodes not in rounds.failed:
         start = time.perf_counter()
-        step = _capture(functools.partial(Step, rounds, nodes), rounds.device, rounds.restored, execution)
+        make = functools.partial(Step, rounds, nodes, min(budget.next_tree(nodes), rounds.nodes))
+        step = _capture(make, rounds.device, rounds.restored, execution)
         if isinstance(step, Step):
             rounds.steps[nodes] = step
             if len(rounds.steps) > _MOST_STEPS:

@@ -129,7 +129,7 @@ class Rounds:
         self.constants.copy_(constants)
 
     def take_tree(self, tree: DraftTree) -> None:
-        """Let the next round verify a tree that was drafted elsewhere."""
+        """Let the next round verify this tree, or its best nodes."""
         for own, given in zip(self.tree, tree.pad(self.tree.token_ids.shape[1]), strict=True):
             own.copy_(given)
 
@@ -230,10 +230,11 @@ class BlockDraft:
         rounds: Whose root it drafts behind.
         target: With the embedding and the output head.
         most: Rows of new context, at most.
+        nodes: Of the tree.
     """
 
-    def __init__(self, rounds: Rounds, target: Any, most: int) -> None:
-        self.rounds, self.target, self.most = rounds, target, most
+    def __init__(self, rounds: Rounds, target: Any, most: int, nodes: int) -> None:
+        self.rounds, self.target, self.most, self.nodes = rounds, target, most, nodes
         self.drafter = shadow(rounds.drafter)
         self.token_ids = rounds.zeros(1, rounds.block) + self.drafter.config.mask_token_id
         # Context, of which the first rows count, then the block, which lies right behind those.
@@ -272,9 +273,10 @@ class BlockDraft:
         """
         rounds = self.rounds
         hidden = self.hidden_states(features, count)
-        candidates = best_candidates(draft_logits(self.target, hidden, self.drafter), rounds.candidates)
-        for own, new in zip(rounds.tree, rounds.build_tree(*candidates, rounds.nodes), strict=True):
-            own.copy_(new)
+        candidates = best_candidates(
+            draft_logits(self.target, hidden, self.drafter), min(self.nodes, rounds.candidates)
+        )
+        rounds.take_tree(rounds.build_tree(*candidates, self.nodes))
         rounds.context_length.add_(count)
 
     def hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -302,7 +304,7 @@ class Start(Recorded):
         super().__init__(rounds.device, rounds.memory)
         self.rounds = rounds
         # As many rows as in steps, so that it is compiled for both.
-        self.block_draft = BlockDraft(rounds, rounds.target, rounds.most)
+        self.block_draft = BlockDraft(rounds, rounds.target, rounds.most, rounds.nodes)
         self.features = rounds.features.new_zeros(1, rounds.most, rounds.features.shape[-1])
         self.none = rounds.zeros(1)
 
@@ -333,9 +335,10 @@ class Step(Recorded):
     Args:
         rounds: What it shares with other sizes.
         nodes: Of the tree that it verifies. With 0 it drafts nothing, and leaves its features to the caller.
+        next_tree: Nodes of the tree that it leaves for the next round.
     """
 
-    def __init__(self, rounds: Rounds, nodes: int) -> None:
+    def __init__(self, rounds: Rounds, nodes: int, next_tree: int) -> None:
         super().__init__(rounds.device, rounds.memory)
         self.rounds = rounds
         self.nodes = min(nodes, rounds.tree.token_ids.shape[1])
@@ -346,7 +349,7 @@ class Step(Recorded):
         rows = self.nodes + 1
         self.visible, self.depths = rounds.zeros(1, rows, rows, dtype=torch.bool), rounds.zeros(1, rows)
         share_rows(self, self.target, rounds.cache, rounds.length, rounds.committed, self.visible, self.depths)
-        self.block_draft = BlockDraft(rounds, self.target, self.most) if nodes > 0 else None
+        self.block_draft = BlockDraft(rounds, self.target, self.most, next_tree) if nodes > 0 else None
 
     @property
     def drafts(self) -> bool:

@@ -50,6 +50,8 @@ class DraftTree(NamedTuple):
         missing = n - self.token_ids.shape[1]
         if missing < 0:
             raise ValueError(f"a tree of {self.token_ids.shape[1]} nodes cannot be padded to {n}")
+        if missing == 0:
+            return self
         fields = zip(self, (0, -1, 0, -math.inf), strict=True)
         return DraftTree(*(torch.nn.functional.pad(field, (0, missing), value=fill) for field, fill in fields))
 

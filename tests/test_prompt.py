@@ -1,0 +1,199 @@
+"""Prompts by a graph: on a CPU the same forward runs without a graph around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_ddtree import capture, prompt, release_buffers
+from hf_ddtree.compat import CACHE_KEY
+from scripted import prompt_ids, tiny_drafter, tiny_target
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "return_dict_in_generate": True}
+pytestmark = pytest.mark.usefixtures("stepped")
+
+
+class Pair:
+    """A target that counts how often its stock path runs a prompt."""
+
+    def __init__(self, family: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        self.target = tiny_target(family, max_position_embeddings=4096, **options)
+        self.drafter = tiny_drafter(self.target)
+        self.launched = 0
+        original = type(self.target)._prefill
+
+        def prefill(model: Any, *args: Any, **kwargs: Any) -> Any:
+            self.launched += 1
+            return original(model, *args, **kwargs)
+
+        monkeypatch.setattr(type(self.target), "_prefill", prefill)
+
+    def plain(self, ids: torch.Tensor, **options: Any) -> Any:
+        before = self.launched
+        out = self.target.generate(ids, **GREEDY | options)
+        self.launched = before
+        return out
+
+    def trees(self, ids: torch.Tensor, **options: Any) -> tuple[Any, int]:
+        """With the number of prompts that the stock path ran."""
+        before = self.launched
+        call = {"assistant_model": self.drafter, "ddtree": {"budget": 9}}
+        out = self.target.generate(ids, **GREEDY | call | options)
+        return out, self.launched - before
+
+    @property
+    def kept(self) -> Any:
+        return self.target.__dict__["_hf_ddtree_state"].buffers.prompt
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_mixed", "qwen3", "mistral"])
+def test_texts_of_all_lengths_run_by_one_graph(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(family, monkeypatch)
+    longest = prompt_ids(prompt.MOST_TOKENS - 1)
+    out, launched = pair.trees(longest)
+    assert launched == 1  # to compare
+    _, graph = pair.kept
+    assert isinstance(graph, prompt.Prompt)
+    assert out.sequences.tolist() == pair.plain(longest).sequences.tolist()
+    for length in (2, 30, prompt.CHUNK - 1, prompt.CHUNK, prompt.CHUNK + 1, 700):
+        ids = prompt_ids(length, seed=length)
+        expected = pair.plain(ids)
+        for options in ({}, {"attention_mask": torch.ones_like(ids)}):
+            out, launched = pair.trees(ids, **options)
+            assert launched == 0
+            assert out.sequences.tolist() == expected.sequences.tolist()
+        assert pair.kept[1] is graph
+
+
+def test_the_first_call_answers_as_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit: where numbers are coarse, other kernels could give another text."""
+    pair = Pair("llama", monkeypatch)
+    outputs: list[torch.Tensor] = []
+    original = prompt.Prompt.run
+
+    def run(self: prompt.Prompt, *args: torch.Tensor) -> Any:
+        result = original(self, *args)
+        outputs.append(torch.cat([result[0].flatten(), result[1].flatten()]))
+        return result
+
+    monkeypatch.setattr(prompt.Prompt, "run", run)
+    for _ in range(3):
+        pair.trees(prompt_ids(40))
+    assert len(outputs) == 3
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+
+
+def test_it_gives_what_the_stock_path_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair("llama", monkeypatch)
+    ids = prompt_ids(300)
+    features: list[tuple[torch.Tensor, torch.Tensor]] = []
+    original = capture.are_alike
+    monkeypatch.setattr(capture, "are_alike", lambda *both: features.append(both) or original(*both))
+    out, _ = pair.trees(ids)
+    torch.testing.assert_close(*features[0], atol=1e-4, rtol=1e-4)
+    for mine, theirs in zip(out[CACHE_KEY].layers, pair.plain(ids)[CACHE_KEY].layers, strict=True):
+        torch.testing.assert_close(mine.keys[:, :, :300], theirs.keys[:, :, :300], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(mine.values[:, :, :300], theirs.values[:, :, :300], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("length", "options"),
+    [
+        (1, {}),
+        (prompt.MOST_TOKENS + 1, {}),
+        (8, {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])}),
+        (8, {"output_scores": True}),
+        (8, {"repetition_penalty": 1.1}),
+        (8, {"ddtree": {"budget": 9, "execution": "plain"}}),
+    ],
+    ids=["one token", "long", "padded", "scores", "penalty", "plain"],
+)
+def test_other_prompts_run_through_the_stock_path(
+    length: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair("llama", monkeypatch)
+    ids = prompt_ids(length)
+    plain = {name: value for name, value in options.items() if name != "ddtree"}
+    expected = pair.plain(ids, **plain)
+    for _ in range(2):
+        out, launched = pair.trees(ids, **options)
+        assert launched == 1
+        assert out.sequences.tolist() == expected.sequences.tolist()
+
+
+def test_a_second_turn_runs_through_the_stock_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair("qwen3", monkeypatch)
+    first, _ = pair.trees(prompt_ids(20))
+    ids = torch.cat([first.sequences, prompt_ids(6, seed=1)], dim=1)
+    expected = pair.plain(ids)
+    second, launched = pair.trees(ids, **{CACHE_KEY: first[CACHE_KEY]})
+    assert launched == 1
+    assert second.sequences.tolist() == expected.sequences.tolist()
+
+
+@pytest.mark.parametrize("differs", [False, True], ids=["not captured", "another result"])
+def test_without_a_graph_that_holds_prompts_are_launched(differs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair("llama", monkeypatch)
+    tries: list[Any] = []
+    if differs:
+        original = prompt.Prompt.round
+
+        def another(self: prompt.Prompt) -> None:
+            original(self)
+            tries.append(self.features.neg_())
+
+        monkeypatch.setattr(prompt.Prompt, "round", another)
+    else:
+
+        def fail(self: prompt.Prompt) -> None:
+            tries.append(self)
+            raise RuntimeError("no graph")
+
+        monkeypatch.setattr(prompt.Prompt, "capture", fail)
+        monkeypatch.setattr(capture, "_release", lambda device: None)
+    expected = pair.plain(prompt_ids(20))
+    seen = []
+    for launches in (2, 1, 1):  # the later calls know
+        out, launched = pair.trees(prompt_ids(20))
+        assert launched == launches
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        seen.append(len(tries))
+    assert seen[0] == seen[2] > 0
+
+
+def test_a_graph_is_forgotten_when_rows_or_weights_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair("llama", monkeypatch)
+    pair.trees(prompt_ids(20))
+    _, first = pair.kept
+    for change in (
+        lambda: None,  # the longer text alone makes buffers grow
+        lambda: pair.target.model.layers[1].mlp.down_proj.weight.__setattr__(
+            "data", pair.target.model.layers[1].mlp.down_proj.weight.data * 1.5
+        ),
+    ):
+        change()
+        ids = prompt_ids(900)
+        expected = pair.plain(ids)
+        out, launched = pair.trees(ids)
+        assert launched == 1
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        _, second = pair.kept
+        assert second is not first
+        first = second
+    pair.trees(prompt_ids(4000))
+    assert pair.kept is None  # nor does it hold the smaller buffers
+    release_buffers(pair.target)
+
+
+def test_rounding_is_told_from_another_result() -> None:
+    torch.manual_seed(0)
+    features = torch.randn(1, 50, 64)
+    assert prompt.are_alike(features.bfloat16(), features.bfloat16() * 1.02)
+    assert not prompt.are_alike(features.bfloat16(), features.bfloat16() * 1.2)
+    # One row in which all else would drown.
+    features[:, 0] *= 1e4
+    other = features + 0.5 * torch.randn(1, 50, 64) * (torch.arange(50) > 0)[:, None]
+    assert not prompt.are_alike(other, features)
+    assert not prompt.are_alike(features * torch.nan, features)
