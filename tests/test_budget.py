@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_ddtree import DDTreeConfig, candidate_generator, capture, compiled, decoding, tree_cache
+from hf_ddtree import DDTreeConfig, candidate_generator, capture, compiled, decoding, recorded, tree_cache
 from hf_ddtree.budget import Budget, Experience, LearnedBudget, ReplayedBudget, least_cost, promises
 from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.draft_tree import DraftTree, ancestor_matrix, best_first_tree, node_depths
@@ -459,7 +459,7 @@ def test_a_pause_whose_step_is_lost_goes_on_in_plain_rounds(monkeypatch: pytest.
         now[0] += 20 if self.drafts else 1
         return original(self)
 
-    def fail_later(self: compiled.Recorded) -> None:
+    def fail_later(self: recorded.Recorded) -> None:
         if isinstance(self, compiled.Step) and not self.drafts:
             captured.append(self)
             if len(captured) > 1:
@@ -467,7 +467,7 @@ def test_a_pause_whose_step_is_lost_goes_on_in_plain_rounds(monkeypatch: pytest.
 
     original = compiled.Step.run
     monkeypatch.setattr(compiled.Step, "run", slow_trees)
-    monkeypatch.setattr(compiled.Recorded, "capture", fail_later)
+    monkeypatch.setattr(recorded.Recorded, "capture", fail_later)
     monkeypatch.setattr(capture, "_release", lambda device: None)
     monkeypatch.setattr(decoding, "clock", lambda: now[0])
     monkeypatch.setattr(tree_cache, "_MOST_AHEAD", 8)

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from comparison import assert_trees_spell
-from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, capture, compiled, release_buffers, shadow
+from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, capture, compiled, recorded, release_buffers, shadow
 from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.snapshot import take_snapshot
 from scripted import SIZES, prompt_ids, tiny_drafter, tiny_target
@@ -192,7 +192,7 @@ def test_layers_alike_are_compiled_once(stepped: None, monkeypatch: pytest.Monke
     shadow._compiled_forward.cache_clear()
     monkeypatch.setattr(shadow.torch, "compile", functools.partial(torch.compile, backend=counter))
     monkeypatch.setattr(capture, "_on_one_gpu", lambda devices: None)
-    monkeypatch.setattr(compiled.Recorded, "capture", lambda self: None)
+    monkeypatch.setattr(recorded.Recorded, "capture", lambda self: None)
     model = tiny_target("qwen3")
     drafter = tiny_drafter(model)
     for budget, graphs in ((9, 2), (9, 2), (20, 3)):  # the target's layer and the drafter's, then the target's again
@@ -440,7 +440,7 @@ def test_rows_are_cleared_after_what_failed_too(what: str, monkeypatch: pytest.M
         def end(self) -> None:
             pass
 
-    def fail(self: compiled.Recorded) -> None:
+    def fail(self: recorded.Recorded) -> None:
         self.rehearse()
         raise RuntimeError("no graph")
 

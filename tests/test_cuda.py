@@ -12,7 +12,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StaticCache
 
-from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, DFlashDraftModel, compiled
+from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, DFlashDraftModel, compiled, recorded
+from hf_ddtree import prompt as prompts
 from hf_ddtree.compat import CACHE_KEY
 from images import FAMILIES as SEEING
 from images import seeing_prompt, tiny_seeing_target
@@ -148,6 +149,35 @@ def test_first_drafts_are_replayed_too(budget: Any, options: dict[str, Any], mon
     torch.testing.assert_close(first.log_probs, of_plain.log_probs, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("options", [GREEDY, SAMPLING], ids=["greedy", "warped"])
+def test_prompts_are_replayed_too(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_target("qwen2_mixed", max_position_embeddings=2048).cuda()
+    drafter = tiny_drafter(model).cuda()
+    texts = [prompt_ids(length, seed=length).cuda() for length in (900, 2, 40, 256, 257, 900)]
+    expected = [run(model, ids, 40, **options) for ids in texts]
+    call = options | {"assistant_model": drafter, "ddtree": {"budget": 15}}
+    run(model, texts[0], 40, **call)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("launched")
+
+    monkeypatch.setattr(type(model), "_prefill", fail)
+    for ids, (plain, state) in zip(texts, expected, strict=True):
+        out, after = run(model, ids, 40, **call)
+        assert out.sequences.tolist() == plain.sequences.tolist()
+        assert torch.equal(after, state)
+
+
+def test_prompts_of_a_larger_target_are_replayed_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That rounding is not taken for another result."""
+    model = tiny_target("llama", hidden_size=512, num_hidden_layers=24, initializer_range=0.02).cuda().bfloat16()
+    call = GREEDY | {"assistant_model": tiny_drafter(model).cuda().bfloat16(), "ddtree": {"budget": 15}}
+    first, _ = run(model, prompt_ids(90).cuda(), 20, **call)
+    monkeypatch.setattr(type(model), "_prefill", None)
+    again, _ = run(model, prompt_ids(90).cuda(), 20, **call)
+    assert again.sequences.tolist() == first.sequences.tolist()
+
+
 def test_graphs_stand_when_others_free_what_cublas_keeps() -> None:
     """As `torch.compile` does when it captures graphs of its own."""
     model = tiny_target("qwen3", hidden_size=1024, intermediate_size=4096, initializer_range=0.02).cuda().bfloat16()
@@ -187,14 +217,15 @@ def test_half_precision_runs(dtype: torch.dtype) -> None:
 
 
 def test_a_capture_that_fails_on_its_way_leaves_the_generator_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = compiled.Step._verify
+    original = recorded.forward
 
-    def verify(self: compiled.Step, *args: Any) -> Any:
+    def forward(*args: Any) -> Any:
         if torch.cuda.is_current_stream_capturing():
             torch.zeros(3, device="cuda").tolist()
-        return original(self, *args)
+        return original(*args)
 
-    monkeypatch.setattr(compiled.Step, "_verify", verify)
+    for module in (compiled, prompts):
+        monkeypatch.setattr(module, "forward", forward)
     model = tiny_target("qwen3").cuda()
     drafter = tiny_drafter(model).cuda()
     for options in (SAMPLING, GREEDY, SAMPLING):

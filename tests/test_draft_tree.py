@@ -189,6 +189,18 @@ def test_the_heap_pops_prefixes_in_their_total_order():
             assert heap_tree(*table, everything) == sorted_tree(*table, everything)
 
 
+@pytest.mark.parametrize("depth", [1, 2, 7, 15])
+def test_a_chain_is_the_best_tree_of_one_candidate_a_depth(depth):
+    """So that a kernel for the one serves the other."""
+    token_ids, log_probs = make_tables(depth, depth, 9)
+    for budget in (1, depth, depth + 5):
+        chain, best = (
+            chain_tree(token_ids, log_probs, budget),
+            best_first_tree(token_ids[..., :1], log_probs[..., :1], budget),
+        )
+        assert all(torch.equal(a, b) for a, b in zip(chain, best, strict=True))
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 7, 9, 12, 15])
 def test_best_first_equals_the_heap_at_every_small_budget(depth):
     for vocab in (1, 2, 3, 7, 64):

@@ -73,6 +73,7 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         width = 1 if config.tree == "chain" else target.config.get_text_config(decoder=True).vocab_size
         largest = sum(width**depth for depth in range(1, self.max_depth + 1))
         self.nodes = min(max(config.sizes(target.device.type)), largest)  # of a tree
+        self.candidates = min(self.nodes, width)  # of each depth
         self.model_kwargs_overrides = {"output_hidden_states": compat.hidden_states_request(self.layer_ids)}
         self.cache = DraftCache.for_config(drafter.config) if cache is None else cache
         self._features: list[torch.Tensor] = []
@@ -130,7 +131,7 @@ class DDTreeCandidateGenerator(CandidateGenerator):
             if self.pending >= _MOST_PENDING:
                 self.absorb(root, position)
             return DraftTree(root[:, 1:], root[:, 1:], root[:, 1:], root[:, 1:].float())
-        token_ids, log_probs = self.propose(root, position, depth, candidates=self.nodes)
+        token_ids, log_probs = self.propose(root, position, depth, self.candidates)
         return build_tree(self.config.tree, token_ids, log_probs, self.nodes)
 
     def absorb(self, root: torch.Tensor, position: torch.Tensor) -> None:

@@ -16,11 +16,12 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from .budget import Budget
 from .candidate_generator import DDTreeCandidateGenerator
-from .compiled import Recorded, Rounds, Start, Step
+from .compiled import Rounds, Start, Step
 from .logits_process import is_row_wise
 from .modeling_dflash import DFlashDraftModel
 from .outputs import GenerationRecord
 from .prompt import MOST_TOKENS, Prompt, are_alike
+from .recorded import Recorded
 from .rope import RopeSwitch, rope_parameters
 from .target_state import Buffers
 from .tree_cache import TreeCache, rows_ahead

@@ -20,9 +20,10 @@ from .budget import promises
 from .candidate_generator import DDTreeCandidateGenerator, best_candidates, draft_logits, embed_tokens
 from .draft_tree import DraftTree, TreeKind, ancestor_matrix, build_tree, node_depths
 from .logits_process import Noise, choose, follow
-from .shadow import compile_layers, each_attends_once, give_rows, shadow
+from .recorded import GraphMemory, Recorded, forward, share_rows
+from .shadow import compile_layers, give_rows, shadow
 from .tree_cache import TreeCache
-from .verifier import Constants, FeatureTaps, decoder_layers, layer_kinds
+from .verifier import Constants, FeatureTaps, decoder_layers
 
 
 class Outcome(NamedTuple):
@@ -32,14 +33,6 @@ class Outcome(NamedTuple):
     token_ids: list[int]
     tokens: torch.Tensor  # the same first in (1, P), on the device
     expected: list[float]  # tokens that the next tree's best nodes are expected to commit, by `Rounds.sizes`
-
-
-class GraphMemory:
-    """What graphs share of which one runs at a time, and none keeps anything in it."""
-
-    def __init__(self) -> None:
-        self.stream: Any | None = None
-        self.pool: Any | None = None
 
 
 class Rounds:
@@ -77,7 +70,7 @@ class Rounds:
         self._ranges: dict[int, torch.Tensor] = {}
 
         config = source.target.config.get_text_config(decoder=True)
-        self.candidates = max(1, min(self.nodes, config.vocab_size))
+        self.candidates = max(1, min(source.candidates, config.vocab_size))
         self.build_tree, self.find_ancestors = tree_functions(source.config.tree, self.nodes, self.device)
         blank = self.zeros(1, self.depth, self.candidates)
         self.tree = self.build_tree(blank, blank.float(), max(1, self.nodes))
@@ -160,66 +153,6 @@ class Rounds:
         """The result on the host: the round's one wait for the device."""
         result: list[float] = self.result[0].tolist()
         return result
-
-
-class Recorded:
-    """
-    What is done on the device alone, and recorded as a graph.
-
-    Args:
-        device: A CUDA device, or any if it is not captured.
-        memory: Of the graph.
-    """
-
-    def __init__(self, device: torch.device, memory: GraphMemory) -> None:
-        self.device, self.memory = device, memory
-        self.graph: Any | None = None
-        self.path = ""  # how it runs, for the statistics
-
-    def compile(self) -> None:
-        """Compile the layers."""
-        raise NotImplementedError
-
-    def round(self) -> None:
-        """The algorithm."""
-        raise NotImplementedError
-
-    def touch(self) -> None:
-        """Note the rows that are written."""
-        raise NotImplementedError
-
-    def restored(self) -> AbstractContextManager[None]:
-        """Leave all as it was before."""
-        raise NotImplementedError
-
-    def replay(self) -> None:
-        """Do it, by the graph if there is one."""
-        self.touch()  # ahead of all that can fail: calls clear what earlier ones have written
-        if self.graph is None:
-            self.round()
-        else:
-            self.graph.replay()
-
-    def rehearse(self) -> None:
-        """Do it, and leave the state and the generator as they were before."""
-        self.touch()
-        with self.restored():
-            self.round()
-
-    def capture(self) -> None:
-        """Record `round` as a CUDA graph."""
-        memory, current = self.memory, torch.cuda.current_stream(self.device)
-        memory.stream = stream = memory.stream or torch.cuda.Stream(self.device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles, and lets libraries allocate what they need
-                self.rehearse()
-        current.wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with _own_workspaces(), torch.cuda.graph(graph, memory.pool, stream, capture_error_mode="thread_local"):
-            self.round()
-        memory.pool = graph.pool()
-        self.graph = graph
 
 
 class BlockDraft:
@@ -424,78 +357,20 @@ class Step(Recorded):
         rounds.result.copy_(torch.cat([count[:, None], rows, tokens, promises(rounds.tree, rounds.sizes)], dim=1))
 
 
-def share_rows(
-    owner: Any,
-    target: Any,
-    cache: TreeCache,
-    length: torch.Tensor,
-    committed: torch.Tensor,
-    visible: torch.Tensor,
-    depths: torch.Tensor,
-) -> None:
-    """Let a shadow's layers attend to a cache's rows, as long as `owner` lives; the tensors are those of `Rows`."""
-    kinds = layer_kinds(target.config.get_text_config(decoder=True))
-    for layer, own, (_, window) in zip(decoder_layers(target), cache.layers, kinds, strict=True):
-        give_rows(owner, layer, Rows(own.keys, own.values, length, committed, visible, depths, depths, window))
-
-
-def forward(
-    target: Any,
-    taps: FeatureTaps,
-    token_ids: torch.Tensor,
-    positions: torch.Tensor,
-    constants: Constants | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A shadow's forward over its layers' rows.
-
-    Args:
-        target: The shadow, whose layers were given rows (`give_rows`).
-        taps: On its layers.
-        token_ids, positions: `(1, N)`.
-        constants: Of the call's steps.
-
-    Returns:
-        Logits `(1, N, V)` and features `(1, N, taps * H)`.
-    """
-    constants = constants or Constants({})
-    kinds = dict(layer_kinds(target.config.get_text_config(decoder=True)))
-    unused = torch.zeros(1, 1, 1, 1, dtype=target.dtype, device=token_ids.device)  # 4D masks are passed on as is
-    with taps.recording() as chunks, each_attends_once(decoder_layers(target)):
-        output = target(
-            input_ids=token_ids,
-            position_ids=constants.place(positions),
-            attention_mask=dict.fromkeys(kinds, unused) if len(kinds) > 1 else unused,
-            use_cache=False,
-            return_dict=True,
-            **constants.of_rows(token_ids.shape[1]),
-        )
-    return output.logits, torch.cat([parts[0] for parts in chunks.values()], dim=-1)
-
-
-@contextmanager
-def _own_workspaces() -> Iterator[None]:
-    """Have cuBLAS allocate its workspaces in the graph's memory.
-
-    Those that torch keeps for a stream would do, but whoever captures other graphs, as `torch.compile` does, frees
-    them, and a replay would write to what belongs to others by then.
-    """
-    torch._C._cuda_clearCublasWorkspaces()
-    try:
-        yield
-    finally:
-        torch._C._cuda_clearCublasWorkspaces()
-
-
 def tree_functions(kind: TreeKind, nodes: int, device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """How to build a tree from candidates, and to find its ancestors and depths: one launch each where Triton runs."""
-    if kind == "best_first" and device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from . import draft_tree_kernel as kernel
+    """How to build a tree from candidates, and to find its ancestors and depths: one launch each where Triton runs.
 
-        if nodes <= kernel.MAX_BUDGET:
-            return kernel.best_first_tree_triton, kernel.ancestors_triton
+    A chain is the best tree of one candidate a depth.
+    """
 
     def find_ancestors(parents: torch.Tensor, depths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ancestors = ancestor_matrix(parents, depths)
         return ancestors, node_depths(ancestors)
 
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from . import draft_tree_kernel as kernel
+
+        if nodes <= kernel.MAX_BUDGET:
+            build = functools.partial(build_tree, kind) if kind == "static" else kernel.best_first_tree_triton
+            return build, kernel.ancestors_triton
     return functools.partial(build_tree, kind), find_ancestors

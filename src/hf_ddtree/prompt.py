@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .compiled import GraphMemory, Recorded, forward, share_rows
+from .recorded import GraphMemory, Recorded, forward, share_rows
 from .shadow import shadow
 from .tree_cache import TreeCache
 from .verifier import FeatureTaps

@@ -237,7 +237,7 @@ class TreeCache(Cache):
     @property
     def length(self) -> int:
         """Committed rows."""
-        return max((layer.rows for layer in self.layers), default=0)
+        return next((layer.rows for layer in self.layers if layer.rows), 0)  # layers without keys have none
 
     @property
     def is_initialized(self) -> bool:
