@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -269,6 +270,37 @@ def test_rows_are_forgotten_with_their_step() -> None:
     release_buffers(model)
     gc.collect()
     assert len(shadow._ROWS) == before
+
+
+@pytest.mark.usefixtures("stepped")
+@pytest.mark.parametrize("change", ["growth", "weights", "release"])
+def test_graphs_are_gone_before_the_next_need_their_memory(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting for the garbage collector, which comes when it likes."""
+    alive: list[weakref.ref[Any]] = []
+    original = compiled.Rounds.__init__
+
+    def init(self: compiled.Rounds, *args: Any) -> None:
+        assert all(other() is None for other in alive)
+        alive.append(weakref.ref(self))
+        original(self, *args)
+
+    monkeypatch.setattr(compiled.Rounds, "__init__", init)
+    model = tiny_target("llama")
+    call = GREEDY | {"assistant_model": tiny_drafter(model), "ddtree": {"budget": 7}}
+    monkeypatch.setattr("hf_ddtree.tree_cache._MOST_AHEAD", 64)
+    gc.disable()
+    try:
+        run(model, prompt_ids(100), 600 if change == "growth" else 20, **call)
+        if change == "weights":
+            model.lm_head.weight.data = model.lm_head.weight.data.clone()
+            run(model, prompt_ids(100), 20, **call)
+        if change == "release":
+            release_buffers(model)
+            assert alive[0]() is None
+        else:
+            assert len(alive) > 1
+    finally:
+        gc.enable()
 
 
 @pytest.mark.usefixtures("stepped")

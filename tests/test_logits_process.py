@@ -103,6 +103,19 @@ def test_the_device_walk_generates_what_plain_decoding_does(do_sample: bool, mon
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_best_token_is_that_of_float32(dtype: torch.dtype) -> None:
+    """The first of those that are equal there, as plain decoding has it."""
+    torch.manual_seed(0)
+    logits = torch.randn(1, 50, 300, dtype=torch.float64).mul(4).round()
+    logits += 1e-11 * torch.arange(300)
+    logits[0, 0, 7], logits[0, 1] = torch.nan, -torch.inf
+    logits = logits.to(dtype)
+    depths = torch.zeros(1, 50, dtype=torch.long)
+    choices = logits_process.choose(logits, depths, depths, LogitsProcessorList(), None, 1)
+    assert torch.equal(choices, logits.float().argmax(-1))
+
+
 def test_noise_is_multinomials() -> None:
     """argmax(p / q) is `torch.multinomial(p, 1)`, and unused rows go back to the generator."""
     for seed in range(50):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hf_ddtree import capture, prompt, release_buffers
 from hf_ddtree.compat import CACHE_KEY
@@ -88,11 +91,12 @@ def test_the_first_call_answers_as_later_ones(monkeypatch: pytest.MonkeyPatch) -
 def test_it_gives_what_the_stock_path_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair("llama", monkeypatch)
     ids = prompt_ids(300)
-    features: list[tuple[torch.Tensor, torch.Tensor]] = []
+    compared: list[Any] = []
     original = capture.are_alike
-    monkeypatch.setattr(capture, "are_alike", lambda *both: features.append(both) or original(*both))
+    monkeypatch.setattr(capture, "are_alike", lambda *both: compared.append(both) or original(*both))
     out, _ = pair.trees(ids)
-    torch.testing.assert_close(*features[0], atol=1e-4, rtol=1e-4)
+    assert len(compared[0][0]) == 1 + 2 * pair.target.config.num_hidden_layers
+    torch.testing.assert_close(*compared[0], atol=1e-4, rtol=1e-4)
     for mine, theirs in zip(out[CACHE_KEY].layers, pair.plain(ids)[CACHE_KEY].layers, strict=True):
         torch.testing.assert_close(mine.keys[:, :, :300], theirs.keys[:, :, :300], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(mine.values[:, :, :300], theirs.values[:, :, :300], atol=1e-4, rtol=1e-4)
@@ -142,7 +146,7 @@ def test_without_a_graph_that_holds_prompts_are_launched(differs: bool, monkeypa
 
         def another(self: prompt.Prompt) -> None:
             original(self)
-            tries.append(self.features.neg_())
+            tries.append(self.cache.layers[2].values.neg_())
 
         monkeypatch.setattr(prompt.Prompt, "round", another)
     else:
@@ -187,13 +191,89 @@ def test_a_graph_is_forgotten_when_rows_or_weights_move(monkeypatch: pytest.Monk
     release_buffers(pair.target)
 
 
+def test_a_graph_holds_no_smaller_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where the next calls cannot use it."""
+    pair = Pair("llama", monkeypatch)
+    first, _ = pair.trees(prompt_ids(200))
+    graph = weakref.ref(pair.kept[1])
+    ids = torch.cat([first.sequences, prompt_ids(800, seed=1)], dim=1)
+    pair.trees(ids, **{CACHE_KEY: first[CACHE_KEY]})
+    assert graph() is None
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_no_token_outside_of_the_text_reaches_it(earlier: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair("llama", monkeypatch)
+    ids = prompt_ids(20)
+    foreign = next(token for token in range(4, 90) if token not in ids) if earlier else 0
+    with torch.no_grad():
+        pair.target.model.embed_tokens.weight[foreign] = torch.nan
+    if earlier:
+        pair.trees(torch.cat([ids, torch.full((1, 40), foreign)], dim=1))
+    expected = pair.plain(ids, max_new_tokens=2)  # the last round is a plain one
+    out, _ = pair.trees(ids, max_new_tokens=2)
+    assert isinstance(pair.kept[1], prompt.Prompt) != earlier
+    assert out.sequences.tolist() == expected.sequences.tolist()
+
+
+class Prefix(LlamaForCausalLM):
+    """Whose first four tokens see each other, if they come in one prompt."""
+
+    def forward(
+        self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any
+    ) -> Any:
+        length, cache = input_ids.shape[1], kwargs.get(CACHE_KEY)
+        if length > 1 and cache is not None and cache.get_seq_length() == 0:
+            attention_mask = torch.full((1, 1, length, length), torch.finfo(self.dtype).min).triu(1)
+            attention_mask[..., :4, :4] = 0
+        return super().forward(input_ids, attention_mask, position_ids, **kwargs)
+
+
+class ShortSighted(LlamaDecoderLayer):
+    """Which sees five tokens of a prompt at a time."""
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
+        length, cache = hidden_states.shape[1], kwargs.get(CACHE_KEY)
+        if length > 1 and cache is not None and cache.layers[3].get_seq_length() == 0:
+            places = torch.arange(length)
+            behind = places[:, None] - places
+            attention_mask = torch.zeros(1, 1, length, length)
+            attention_mask.masked_fill_((behind < 0) | (behind > 4), torch.finfo(hidden_states.dtype).min)
+        return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize("where", ["first rows", "last layer"])
+@pytest.mark.parametrize("length", [12, 500])
+def test_a_prompt_that_is_seen_in_another_way_is_launched(
+    where: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However little differs: some rows of many, or a layer behind all taps."""
+    pair = Pair("llama", monkeypatch)
+    if where == "first rows":
+        pair.target.__class__ = Prefix
+    else:
+        assert max(pair.drafter.config.target_layer_ids) < 3
+        pair.target.model.layers[3].__class__ = ShortSighted
+    for tokens in (length, 10, 40):
+        ids = prompt_ids(tokens, seed=tokens)
+        expected = pair.plain(ids)
+        out, _ = pair.trees(ids)
+        assert out.sequences.tolist() == expected.sequences.tolist()
+    assert not isinstance(pair.kept[1], prompt.Prompt)
+
+
 def test_rounding_is_told_from_another_result() -> None:
     torch.manual_seed(0)
-    features = torch.randn(1, 50, 64)
-    assert prompt.are_alike(features.bfloat16(), features.bfloat16() * 1.02)
-    assert not prompt.are_alike(features.bfloat16(), features.bfloat16() * 1.2)
-    # One row in which all else would drown.
-    features[:, 0] *= 1e4
-    other = features + 0.5 * torch.randn(1, 50, 64) * (torch.arange(50) > 0)[:, None]
-    assert not prompt.are_alike(other, features)
-    assert not prompt.are_alike(features * torch.nan, features)
+    rows = torch.randn(1, 3, 50, 64)
+
+    def alike(other: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
+        return prompt.are_alike([rows.to(dtype)], [other.to(dtype)])
+
+    assert alike(rows * 1.02) and alike(rows * 1.2, torch.bfloat16)
+    assert not alike(rows * 1.1) and not alike(rows * 1.4, torch.bfloat16)
+    assert not alike(rows * torch.nan)
+    one_row = (torch.arange(50) == 7)[:, None]
+    assert not alike(rows + one_row * torch.randn(1, 3, 50, 64))
+    # A row of which little is left is as exact as what it was computed from.
+    rows = torch.where(one_row, 1e-3 * rows, rows)
+    assert alike(rows + 1e-3 * one_row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -129,8 +130,11 @@ def find_rounds(
     )  # fmt: skip
     for key in [key for key in buffers.rounds if key[1] != where]:
         del buffers.rounds[key]  # its weights or rows have moved
+    if buffers.prompt is not None and buffers.prompt[0][-1] != _places(buffers.cache):
+        buffers.prompt = None
     rounds: Rounds | None = buffers.rounds.pop((what, where), None)
     if rounds is None:
+        gc.collect()  # rounds and their steps know each other, and old ones hold the memory that new ones need
         with torch.inference_mode(False), _on(source.device):  # ordinary tensors, for calls outside of it too
             rounds = Rounds(source, buffers.cache, processors, do_sample, budget.sizes, constants)
     buffers.rounds[what, where] = rounds  # the last used is the last
@@ -165,8 +169,14 @@ def run_prompt(
         logits, features = prompt.run(token_ids, positions)
         return CausalLMOutput(logits=logits), features
 
+    def results(logits: torch.Tensor) -> list[torch.Tensor]:
+        """Of all layers, copied."""
+        rows = (part[:, :, : cache.length] for layer in cache.layers for part in (layer.keys, layer.values))
+        return [logits[:, None, -1:].clone(), *(part.clone() for part in rows)]
+
+    cache = buffers.cache
     what = source.snapshots[0].fingerprint, source.layer_ids, _numeric_modes()
-    if buffers.prompt is not None and buffers.prompt[0] != (*what, _places(buffers.cache)):
+    if buffers.prompt is not None and buffers.prompt[0] != (*what, _places(cache)):
         buffers.prompt = None  # weights or rows have moved
     if not 1 < token_ids.shape[1] <= MOST_TOKENS:  # in one token nothing could be compared
         return launch()
@@ -176,15 +186,16 @@ def run_prompt(
     launched = launch()  # which gives the buffers their memory
     if why_not() is not None:
         return launched
-    buffers.cache.reset()
-    make = functools.partial(Prompt, source.target, source.layer_ids, buffers.cache, source.device)
+    expected = results(launched[0].logits)
+    cache.reset()
+    make = functools.partial(Prompt, source.target, source.layer_ids, cache, source.device)
     prompt = _capture(make, source.device, nullcontext, "captured")
     if isinstance(prompt, Prompt):
         captured = run(prompt)
-        if not are_alike(captured[1], launched[1]):
+        if not are_alike(results(captured[0].logits), expected):
             prompt = "it differs"
-            buffers.cache.reset()
-    buffers.prompt = (*what, _places(buffers.cache)), prompt
+            cache.reset()
+    buffers.prompt = (*what, _places(cache)), prompt
     return captured if isinstance(prompt, Prompt) else launch()
 
 

@@ -209,7 +209,7 @@ def captured_rounds(call: Call, budget: Budget, position: torch.Tensor) -> tuple
         if rounds is None or not rounds.fits():
             if rounds is not None:  # outgrown: nothing may hold its graphs while the next are captured
                 root, position, tree = root.clone(), position.clone(), DraftTree(*map(torch.clone, rounds.tree))
-                rounds = step = None
+                rounds = step = budget.ready = None
             rounds = find_rounds(
                 call.buffers, source, call.processors, call.do_sample, budget, record.room, verifier.constants
             )

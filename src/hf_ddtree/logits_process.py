@@ -143,7 +143,7 @@ def choose(
         noise: `None` for greedy search.
         rows: Rows of noise to draw, and tokens that can be committed; nodes below choose for nothing.
     """
-    if noise is None and not processors:
+    if noise is None and not processors and logits.dtype.itemsize < 8:
         return logits.argmax(dim=-1)  # as of their float32 copy, which would take longer than this
     scores = processors(input_ids, logits.float().flatten(0, 1)).view(logits.shape)
     if noise is None:

@@ -3,6 +3,7 @@ what they learned."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections.abc import Iterator
@@ -137,3 +138,4 @@ def release_buffers(model: Any) -> None:
             for experiences in state.experiences.values():
                 for experience in experiences.values():
                     experience.ruled_out.clear()  # there is room now
+    gc.collect()  # graphs and what they belong to know each other
