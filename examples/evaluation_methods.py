@@ -204,15 +204,23 @@ def longest_prompt(pair: ChatPair, prompts: list[Prompt], new_tokens: int) -> in
 def warm_up(
     pair: ChatPair, methods: dict[str, dict[str, Any]], temperatures: Sequence[float], longest: int, new_tokens: int
 ) -> None:
-    """Compile, capture, allocate and learn, on a GPU with texts as long as those to come."""
+    """Compile, capture, allocate and learn, on a GPU with texts as long as those to come.
+
+    The largest trees first: where buffers grow, the graphs over them are lost.
+    """
+    device = pair.target.device.type
+
+    def nodes(name: str) -> int:
+        return max(methods[name]["ddtree"].sizes(device)) if "ddtree" in methods[name] else 0
+
     texts = [pair.encode([{"role": "user", "content": text}]) for text in WARM_UP]
-    if pair.target.device.type == "cuda":
+    if device == "cuda":
         texts.insert(0, texts[1].repeat(1, longest // texts[1].shape[1] + 1)[:, : max(longest, 1)])
     with settling():
         for temperature in temperatures:
-            for name, options in methods.items():
+            for name in sorted(methods, key=nodes, reverse=True):
                 for ids in texts if name == "ddtree auto" else texts[:2]:
-                    row = answer(pair.target, ids, new_tokens, options, temperature)
+                    row = answer(pair.target, ids, new_tokens, methods[name], temperature)
                 tqdm.write(f"temperature {temperature:g}, {name}: {row.get('path', 'stock')}", file=sys.stderr)
 
 

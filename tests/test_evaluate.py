@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -74,6 +75,26 @@ def test_every_method_answers_every_prompt(pair: list[str], tmp_path: Path) -> N
         assert part["methods"]["one token a round"]["tokens per round"]["value"] == 1.0
     assert summary["settings"]["attention"] == "sdpa"
     assert "## Temperature 1: chats" in (tmp_path / "summary.md").read_text()
+
+
+def test_no_warm_up_makes_buffers_outgrow_the_graphs_of_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = tiny_drafter(tiny_target("llama"), block_size=16)
+    methods = evaluation_methods.make_methods(drafter, [63, 15, 255], True, 1024)
+    pair = evaluation_methods.ChatPair(SimpleNamespace(device=torch.device("cuda")), drafter, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(evaluation_methods.ChatPair, "encode", lambda *_: torch.zeros(1, 7, dtype=torch.long))
+    rows: list[int] = []
+
+    def answer(
+        target: Any, ids: torch.Tensor, new: int, options: dict[str, Any], temperature: float
+    ) -> dict[str, Any]:
+        if "ddtree" in options and ids.shape[1] == 900:
+            rows.append(ids.shape[1] + new + max(options["ddtree"].sizes("cuda")))
+        return {}
+
+    monkeypatch.setattr(evaluation_methods, "answer", answer)
+    evaluation_methods.warm_up(pair, methods, [0.0], longest=900, new_tokens=20)
+    assert len(rows) == sum("ddtree" in options for options in methods.values())
+    assert rows == sorted(rows, reverse=True)
 
 
 def test_a_killed_run_goes_on_with_another_number_of_processes(pair: list[str], tmp_path: Path) -> None:
