@@ -202,7 +202,7 @@ def run(
 ) -> None:
     """Do what `files` does not hold yet of `groups`."""
     total = sum(map(len, groups))
-    sums = {name: [0, 0.0, 0] for name in methods}  # tokens, seconds, rounds
+    sums = {name: [0, 0.0, 0, 0] for name in methods}  # tokens, seconds, rounds, tokens of rounds
     with tqdm(total=total, initial=sum(t.key in files.done for g in groups for t in g), disable=quiet) as bar:
         for group in groups:
             regrets: dict[tuple[int, ...], list[float]] = {}
@@ -215,10 +215,13 @@ def run(
                 if "error" in row:
                     bar.write(f"skipped {task.prompt.set} {task.prompt.index}: {row['error']}", file=sys.stderr)
                     continue
-                own = sums[task.method]
-                own[0], own[1], own[2] = own[0] + row["tokens"], own[1] + row["seconds"], own[2] + row.get("rounds", 0)
-                shown = f"{task.method}: {own[0] / own[1]:.1f} tokens/s"
-                bar.set_postfix_str(f"{shown}, {own[0] / own[2]:.2f} tokens per round" if own[2] else shown)
+                lengths = row.get("acceptance_lengths", [])
+                new = row["tokens"], row["seconds"], len(lengths), sum(lengths)
+                tokens, seconds, rounds, of_rounds = sums[task.method] = [
+                    a + b for a, b in zip(sums[task.method], new, strict=True)
+                ]
+                shown = f"{task.method}: {tokens / seconds:.1f} tokens/s"
+                bar.set_postfix_str(f"{shown}, {of_rounds / rounds:.2f} tokens per round" if rounds else shown)
 
 
 def describe(

@@ -26,6 +26,7 @@ from simulation import Drafts, Text, acceptance_lengths, draft_along
 CALLS = 8  # of each method, to measure costs
 MARGIN = 1.05  # a speedup below it is within what a prediction may be wrong by
 SHORT = 48  # new tokens of a call that measures what a round costs
+ADVICE = "give more prompts, or more new tokens, or an idle device"
 FEW = 3  # of one that measures what a call costs besides: with less, rounds of trees are of another kind
 
 
@@ -60,8 +61,12 @@ def predict(
 
     Returns:
         `methods`: by name `tokens per round`, `ms per round`, `tokens/s` and `speedup`; `by budget`: tokens per round
-        of best-first trees of 0, 1, 2, ... nodes; `best`: the method with the most speedup; `skipped`: prompts that
-        were longer than the target.
+        of best-first trees of 0, 1, 2, ... nodes; `best`: the method with the most speedup; `unmeasured`: methods of
+        which too few rounds were seen, or too unlike ones, to tell their cost; `skipped`: prompts that were longer
+        than the target.
+
+    Raises:
+        ValueError: The same of the plain method, or no answer has more than one token.
     """
     turns, seconds, skipped = [], [], []
     for number, prompt in enumerate(tqdm(prompts, desc=f"{base}, temperature {temperature:g}")):
@@ -82,10 +87,15 @@ def predict(
 
     measured = {name: methods[name] for name in (base, *configs)}
     costs = measure_costs(pair, measured, base, turns, temperature, calls)
+    unmeasured = [name for name, cost in costs.items() if not cost.round > 0]
+    if base in unmeasured:
+        raise ValueError(f"what a token of {base} costs could not be told: {ADVICE}.")
     tokens, prompt_seconds = sum(len(turn.ids) for turn in turns), sum(seconds)
     plain = prompt_seconds + (tokens - len(turns)) * costs[base].round
     found = {base: {"ms per round": 1e3 * costs[base].round, "tokens/s": tokens / plain, "speedup": 1.0}}
     for name, config in configs.items():
+        if name in unmeasured:
+            continue
         lengths = walk(drafts, None if name in others else config.budget, name)
         predicted = prompt_seconds * costs[name].besides + len(lengths) * costs[name].round
         found[name] = {
@@ -98,7 +108,7 @@ def predict(
     best = max(found, key=lambda name: found[name]["speedup"])
     return {
         "temperature": temperature, "base": base, "prompts": len(prompts), "tokens": tokens, "methods": found,
-        "best": best, "by budget": by_budget, "skipped": skipped,
+        "best": best, "by budget": by_budget, "unmeasured": unmeasured, "skipped": skipped,
     }  # fmt: skip
 
 
@@ -166,5 +176,7 @@ def markdown(predictions: Sequence[dict[str, Any]]) -> str:
         verdict = f"{best} would pay: {gain:.2f} times the speed of {base}."
         if gain <= MARGIN:  # perhaps the plain method is the fastest itself
             verdict = f"None would pay: the most is {gain:.2f} times the speed of {base}."
+        if each["unmeasured"]:
+            verdict += f" What rounds cost could not be told of {', '.join(each['unmeasured'])}: {ADVICE}."
         lines += ["", verdict, ""]
     return "\n".join(lines)

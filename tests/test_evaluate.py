@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -267,6 +268,28 @@ def test_slow_methods_get_evenly_spread_prompts() -> None:
     assert sum(task.method == "chain" for group in groups for task in group) == 24
 
 
+def test_what_could_not_be_measured_is_not_predicted(
+    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As when other work holds up the shorter of two calls."""
+    arguments = [*pair, "--methods", "generate", "chain", "ddtree 3", "--output", str(tmp_path), "--simulate"]
+    seconds = {"generate": 0.1, "chain": -0.7, "ddtree 3": float("nan")}
+
+    def measure_costs(pair: Any, methods: dict[str, Any], *args: Any) -> dict[str, prediction.Cost]:
+        return {name: prediction.Cost(seconds[name], 1.0) for name in methods}
+
+    monkeypatch.setattr(prediction, "measure_costs", measure_costs)
+    assert evaluate.main(arguments) == 0
+    found = json.loads((tmp_path / "prediction.json").read_text())["predictions"][0]
+    assert list(found["methods"]) == ["generate"]
+    assert sorted(found["unmeasured"]) == ["chain", "ddtree 3"]
+    said = capsys.readouterr().out
+    assert "None would pay" in said and "could not be told of" in said
+    seconds["generate"] = -0.1
+    assert evaluate.main(arguments) == 2
+    assert "what a token of generate costs could not be told" in capsys.readouterr().err
+
+
 def test_a_prediction_counts_the_rounds_of_real_runs(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -284,6 +307,9 @@ def test_a_prediction_counts_the_rounds_of_real_runs(
     assert evaluate.main([*arguments, "--simulate"]) == 0
     assert " would pay: " in capsys.readouterr().out
     assert evaluate.main(arguments) == 0
+    greedy = read(tmp_path / "rows.jsonl")
+    mean = next(row for row in greedy if row["method"] == "chain")["acceptance_lengths"]
+    assert f"{statistics.mean(mean):.2f} tokens per round" in capsys.readouterr().err
     predictions = json.loads((tmp_path / "prediction.json").read_text())["predictions"]
     real = [t["methods"] for t in json.loads((tmp_path / "summary.json").read_text())["tables"]]
     for predicted, measured in zip(predictions, real, strict=True):
