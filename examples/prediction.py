@@ -26,8 +26,8 @@ from simulation import Drafts, Text, acceptance_lengths, draft_along
 CALLS = 8  # of each method, to measure costs
 MARGIN = 1.05  # a speedup below it is within what a prediction may be wrong by
 SHORT = 48  # new tokens of a call that measures what a round costs
-ADVICE = "give more prompts, or more new tokens, or an idle device"
 FEW = 3  # of one that measures what a call costs besides: with less, rounds of trees are of another kind
+ADVICE = "give more prompts, or more new tokens, or an idle device"
 
 
 class Cost(NamedTuple):

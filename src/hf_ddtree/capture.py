@@ -130,8 +130,7 @@ def find_rounds(
     )  # fmt: skip
     for key in [key for key in buffers.rounds if key[1] != where]:
         del buffers.rounds[key]  # its weights or rows have moved
-    if buffers.prompt is not None and buffers.prompt[0][-1] != _places(buffers.cache):
-        buffers.prompt = None
+    _forget_moved_prompt(buffers, source)
     rounds: Rounds | None = buffers.rounds.pop((what, where), None)
     if rounds is None:
         gc.collect()  # rounds and their steps know each other, and old ones hold the memory that new ones need
@@ -175,14 +174,12 @@ def run_prompt(
         return [logits[:, None, -1:].clone(), *(part.clone() for part in rows)]
 
     cache = buffers.cache
-    what = source.snapshots[0].fingerprint, source.layer_ids, _numeric_modes()
-    if buffers.prompt is not None and buffers.prompt[0] != (*what, _places(cache)):
-        buffers.prompt = None  # weights or rows have moved
+    _forget_moved_prompt(buffers, source)
     if not 1 < token_ids.shape[1] <= MOST_TOKENS:  # in one token nothing could be compared
         return launch()
     if buffers.prompt is not None and why_not() is None:
-        prompt = buffers.prompt[1]
-        return run(prompt) if isinstance(prompt, Prompt) else launch()
+        kept = buffers.prompt[1]
+        return launch() if kept is None else run(kept)
     launched = launch()  # which gives the buffers their memory
     if why_not() is not None:
         return launched
@@ -192,11 +189,23 @@ def run_prompt(
     prompt = _capture(make, source.device, nullcontext, "captured")
     if isinstance(prompt, Prompt):
         captured = run(prompt)
-        if not are_alike(results(captured[0].logits), expected):
-            prompt = "it differs"
-            cache.reset()
-    buffers.prompt = (*what, _places(cache)), prompt
-    return captured if isinstance(prompt, Prompt) else launch()
+        if are_alike(results(captured[0].logits), expected):
+            buffers.prompt = _prompt_key(buffers, source), prompt
+            return captured
+        cache.reset()
+    buffers.prompt = _prompt_key(buffers, source), None
+    return launch()
+
+
+def _prompt_key(buffers: Buffers, source: DDTreeCandidateGenerator) -> tuple[Any, ...]:
+    """What a graph of prompts is made for."""
+    return source.snapshots[0].fingerprint, source.layer_ids, _numeric_modes(), _places(buffers.cache)
+
+
+def _forget_moved_prompt(buffers: Buffers, source: DDTreeCandidateGenerator) -> None:
+    """Drop the graph of prompts if weights or rows have moved since it was made."""
+    if buffers.prompt is not None and buffers.prompt[0] != _prompt_key(buffers, source):
+        buffers.prompt = None
 
 
 def find_start(rounds: Rounds, execution: str) -> Start | None:

@@ -20,7 +20,7 @@ from .budget import promises
 from .candidate_generator import DDTreeCandidateGenerator, best_candidates, draft_logits, embed_tokens
 from .draft_tree import DraftTree, TreeKind, ancestor_matrix, build_tree, node_depths
 from .logits_process import Noise, choose, follow
-from .recorded import GraphMemory, Recorded, forward, share_rows
+from .recorded import GraphMemory, Recorded, forward, share_rows, unchanged
 from .shadow import compile_layers, give_rows, shadow
 from .tree_cache import TreeCache
 from .verifier import Constants, FeatureTaps, decoder_layers
@@ -70,7 +70,7 @@ class Rounds:
         self._ranges: dict[int, torch.Tensor] = {}
 
         config = source.target.config.get_text_config(decoder=True)
-        self.candidates = max(1, min(source.candidates, config.vocab_size))
+        self.candidates = max(1, source.candidates)
         self.build_tree, self.find_ancestors = tree_functions(source.config.tree, self.nodes, self.device)
         blank = self.zeros(1, self.depth, self.candidates)
         self.tree = self.build_tree(blank, blank.float(), max(1, self.nodes))
@@ -129,17 +129,14 @@ class Rounds:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Leave the state, and the generator, as they were before."""
-        state = [self.root, self.position, *self.tree, self.length, self.context_length]
-        saved = [tensor.clone() for tensor in state]
-        if self.noise is not None:
-            self.noise.begin()
-        try:
-            yield
-        finally:
-            for tensor, before in zip(state, saved, strict=True):
-                tensor.copy_(before)
+        with unchanged([self.root, self.position, *self.tree, self.length, self.context_length]):
             if self.noise is not None:
-                self.noise.give_back(0)
+                self.noise.begin()
+            try:
+                yield
+            finally:
+                if self.noise is not None:
+                    self.noise.give_back(0)
 
     def fits(self) -> bool:
         """Whether the buffers hold another round."""

@@ -5,13 +5,13 @@ Launched operation by operation, a forward takes as long as several rounds, howe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from .recorded import GraphMemory, Recorded, forward, share_rows
+from .recorded import GraphMemory, Recorded, forward, share_rows, unchanged
 from .shadow import shadow
 from .tree_cache import TreeCache
 from .verifier import FeatureTaps
@@ -54,17 +54,9 @@ class Prompt(Recorded):
     def touch(self) -> None:
         self.cache.touch(CHUNK)
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """With the buffers' first rows as they were before."""
-        rows = [buffer[:, :, :CHUNK] for layer in self.cache.layers for buffer in (layer.keys, layer.values)]
-        saved = [part.clone() for part in rows]
-        self.length.zero_()
-        try:
-            yield
-        finally:
-            for part, before in zip(rows, saved, strict=True):
-                part.copy_(before)
+    def restored(self) -> AbstractContextManager[None]:
+        self.length.zero_()  # so that the first rows are written
+        return unchanged(rows[:, :, :CHUNK] for layer in self.cache.layers for rows in (layer.keys, layer.values))
 
     def run(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a prompt, and commit its rows.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -80,6 +80,17 @@ class Recorded:
             self.round()
         memory.pool = graph.pool()
         self.graph = graph
+
+
+@contextmanager
+def unchanged(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Give tensors the values back that they had before."""
+    saved = [(tensor, tensor.clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, before in saved:
+            tensor.copy_(before)
 
 
 def share_rows(

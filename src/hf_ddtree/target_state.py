@@ -31,7 +31,8 @@ class Buffers:
         self.cache = TreeCache.for_config(model.config.get_text_config(decoder=True))
         self.context = DraftCache([])
         self.rounds: dict[Any, Any] = {}
-        self.prompt: tuple[Any, Any] | None = None  # the graph of a prompt's forward, behind what it was made for
+        # What the graph of prompts was made for, and the graph, or `None` if there can be none.
+        self.prompt: tuple[Any, Any | None] | None = None
         self._drafter: weakref.ref[Any] | None = None
         self._left: torch.cuda.Event | None = None
 

@@ -213,13 +213,15 @@ class Verifier:
                 self.recomputed = True
             return outputs, self._features(chunks, self.cache.length - (0 if self.recomputed else already))
 
-        if run_text is not None and not already and not types and _is_text(input_ids, placed, model_kwargs):
+        padded = mask is not None and not bool(mask.all())
+        is_text = not (already or types or padded) and _is_text(input_ids, placed, model_kwargs)
+        if run_text is not None and is_text:
             outputs, features = run_text(launch, input_ids, model_kwargs["position_ids"])
         else:
             outputs, features = launch()
         # Some versions run rows again that the cache has: they mask by a length that is not the cache's.
         self.plain_only = mask is not None and mask.shape[1] != self.cache.length
-        if mask is not None and not bool(mask.all()):
+        if mask is not None and padded:
             self.prompt_mask = mask[:, : self.cache.length].to(self.device).bool()
         self.prompt_positions = self._count(features.shape[1], model_kwargs)
         last = self.prompt_positions[:, -1:]
@@ -401,14 +403,14 @@ class Verifier:
 
 
 def _is_text(input_ids: torch.Tensor, placed: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:
-    """Whether a prompt is its tokens and nothing else, without padding, the last one `placed` where it is counted."""
+    """Whether a prompt is its tokens and nothing else, the last one `placed` where it is counted."""
     others = {name for name, value in model_kwargs.items() if value is not None and value is not False}
     positions, mask = model_kwargs["position_ids"], model_kwargs.get("attention_mask")
     return (
         others <= {*_STEP_INPUTS}
         and positions.shape == input_ids.shape
         and torch.equal(placed, positions[:, -1:].to(placed.device))
-        and (mask is None or (mask.shape == input_ids.shape and bool(mask.all())))
+        and (mask is None or mask.shape == input_ids.shape)
     )
 
 
