@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from hf_ddtree import DFlashDraftModel, capture, compiled, recorded
+from hf_ddtree import DFlashDraftModel, capture, round_graph
 from scripted import tiny_drafter, tiny_target, word_tokenizer
 
 
@@ -49,6 +49,5 @@ def warnings_of_transformers(caplog: pytest.LogCaptureFixture) -> Iterator[pytes
 def stepped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps on a CPU, neither compiled nor captured."""
     monkeypatch.setattr(capture, "_on_one_gpu", lambda devices: None)
-    monkeypatch.setattr(recorded.Recorded, "capture", lambda self: None)
-    for kind in (compiled.Start, compiled.Step):
-        monkeypatch.setattr(kind, "compile", lambda self: None)
+    monkeypatch.setattr(round_graph.Recorded, "capture", lambda self: None)
+    monkeypatch.setattr(round_graph.RoundGraph, "compile", lambda self: None)

@@ -27,6 +27,9 @@ from transformers import (
 )
 
 from hf_ddtree import DDTreeCandidateGenerator, DFlashConfig, DFlashDraftModel
+from hf_ddtree.draft_tree import DraftTree, TreeRows
+from hf_ddtree.state import Path
+from hf_ddtree.tree_cache import TreeCache
 
 VOCAB = 211
 SIZES: dict[str, Any] = {
@@ -162,3 +165,16 @@ def scripted(text: torch.Tensor | Sequence[int], hit: float, seed: int = 0, voca
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DDTreeCandidateGenerator, "propose", propose)
         yield
+
+
+def chain_rows(rows: int) -> TreeRows:
+    """A chain of `rows` rows, root included."""
+    depths = torch.arange(1, rows)[None]
+    return TreeRows.of(DraftTree(depths, depths - 2, depths, -depths.float()))
+
+
+def keep_path(cache: TreeCache, rows: list[int], known: bool = True) -> None:
+    """Keep a path's rows as a round does, which the host knows or not, and count them."""
+    path = torch.tensor([rows])
+    cache.keep(Path(path, path, torch.tensor([len(rows)]), rows if known else None))
+    cache.count.set(cache.count.host + len(rows))

@@ -21,10 +21,11 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
-from hf_ddtree import DDTreeConfig, decoding, logits_process
-from hf_ddtree.draft_tree import DraftTree, ancestor_matrix, best_first_tree
-from hf_ddtree.logits_process import Noise, device_walk, is_row_wise, lazy_walk
+from hf_ddtree import DDTreeConfig, launched, logits_process
+from hf_ddtree.draft_tree import DraftTree, TreeRows, best_first_tree
+from hf_ddtree.logits_process import Noise, commit_path, device_walk, is_row_wise, lazy_walk
 from hf_ddtree.outputs import GenerationRecord
+from hf_ddtree.state import DecodingState, Path
 from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
 
 V = 12
@@ -50,6 +51,16 @@ def new_record(new: int, eos: int | None) -> GenerationRecord:
     )
 
 
+def walk_on_device(
+    logits: torch.Tensor, tree: DraftTree, record: GenerationRecord, processors: Any, noise: Noise | None
+) -> Path:
+    if noise is not None:
+        noise.begin()
+    room, ends = torch.tensor([record.room]), torch.tensor(record.end_token_ids, dtype=torch.int64)
+    most = min(record.room, logits.shape[1])
+    return device_walk(logits, tree, TreeRows.of(tree), room, ends, processors, noise, most)[0]
+
+
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("warpers", WARPERS, ids=range(len(WARPERS)))
 def test_both_walks_commit_the_same(do_sample: bool, warpers: list[Any]) -> None:
@@ -57,7 +68,6 @@ def test_both_walks_commit_the_same(do_sample: bool, warpers: list[Any]) -> None
     lengths = set()
     for seed in range(60):
         tree = random_tree(seed).pad(32)
-        ancestors = ancestor_matrix(tree.parents, tree.depths)
         # Logits that favour some path of the tree, so that walks go deep.
         logits = 1.5 * torch.randn(1, 33, V, generator=torch.Generator().manual_seed(1000 + seed))
         for row in range(33):
@@ -68,12 +78,14 @@ def test_both_walks_commit_the_same(do_sample: bool, warpers: list[Any]) -> None
             record = new_record(new=1 + seed % 8, eos=seed % V if seed % 3 == 0 else None)
             torch.manual_seed(seed)
             processors = LogitsProcessorList(warpers)
+            noise = Noise(logits.device) if do_sample and device else None
             if device:
-                walked = device_walk(logits, tree, ancestors, record, processors, do_sample)
+                path = walk_on_device(logits, tree, record, processors, noise)
             else:
-                walked = lazy_walk(logits, tree, record, processors, do_sample)
-            outcomes.append((walked.rows, walked.stop, record.input_ids.tolist(), torch.get_rng_state().tolist()))
-            lengths.add(len(walked.rows))
+                path = lazy_walk(logits, tree, record, processors, do_sample)
+            rows, stop = commit_path(path, DecodingState(), record, noise)
+            outcomes.append((list(rows), stop, record.input_ids.tolist(), torch.get_rng_state().tolist()))
+            lengths.add(len(rows))
         assert outcomes[0] == outcomes[1]
     assert {1, 2, 3, 4} <= lengths
 
@@ -82,11 +94,12 @@ def test_both_walks_commit_the_same(do_sample: bool, warpers: list[Any]) -> None
 def test_the_device_walk_generates_what_plain_decoding_does(do_sample: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def walk(logits: Any, tree: Any, ancestors: Any, record: Any, processors: Any, sample: bool) -> Any:
+    def walk(*args: Any) -> Any:
         calls.append(1)
-        return device_walk(logits, tree, ancestors, record, processors, sample)
+        return device_walk(*args)
 
-    monkeypatch.setattr(decoding, "walk", walk)
+    monkeypatch.setattr(launched, "walks_on_device", lambda *_: True)
+    monkeypatch.setattr(launched, "device_walk", walk)
     model = tiny_target("qwen3")
     ids = prompt_ids(9)
     options: dict[str, Any] = {"max_new_tokens": 45, "do_sample": do_sample}
@@ -149,11 +162,10 @@ def test_padding_nodes_are_never_accepted() -> None:
     logits[:, :, 0] = 5.0
     for walk in (
         lambda record: lazy_walk(logits, tree, record, LogitsProcessorList(), False),
-        lambda record: device_walk(
-            logits, tree, ancestor_matrix(tree.parents, tree.depths), record, LogitsProcessorList(), False
-        ),
+        lambda record: walk_on_device(logits, tree, record, LogitsProcessorList(), None),
     ):
-        assert walk(new_record(8, None)).rows == [0]
+        record = new_record(8, None)
+        assert list(commit_path(walk(record), DecodingState(), record, None)[0]) == [0]
 
 
 # -- the distribution ------------------------------------------------------------------------------------------------
@@ -169,7 +181,6 @@ def _pair_counts(walk: Any) -> tuple[torch.Tensor, torch.Tensor]:
     first = 2 * torch.randn(V, generator=generator)  # logits behind the root
     second = 2 * torch.randn(V, V, generator=generator)  # logits behind each first token
     tree = random_tree(4, depth=2, budget=9)
-    ancestors = ancestor_matrix(tree.parents, tree.depths)
     logits = torch.zeros(1, 10, V)
     logits[0, 0] = first
     at_depth_1 = tree.depths[0] == 1
@@ -179,7 +190,7 @@ def _pair_counts(walk: Any) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     for _ in range(SAMPLES):
         record = new_record(2, None)
-        if not walk(logits, tree, ancestors, record, processors, True).stop:
+        if not walk(logits, tree, record, processors):
             # The round ended on its first token: the next one begins there.
             record_logits = second[int(record.last_token)]
             lazy_walk(record_logits[None, None], tree.first(0), record, processors, True)
@@ -199,7 +210,7 @@ def _chi_square_p(counts: torch.Tensor, exact: torch.Tensor) -> float:
     return 0.5 * math.erfc(z / math.sqrt(2))
 
 
-def _accept_ratio_walk(logits: Any, tree: Any, ancestors: Any, record: Any, processors: Any, sample: bool) -> Any:
+def _accept_ratio_walk(logits: Any, tree: Any, record: Any, processors: Any) -> bool:
     """A planted fault: accept a child with min(1, p / q), as for a chain of drafts, else sample anew from p."""
     rows = [0]
     while True:
@@ -212,24 +223,29 @@ def _accept_ratio_walk(logits: Any, tree: Any, ancestors: Any, record: Any, proc
                 q = float((tree.log_probs[0, node] - before).exp())
                 if float(torch.rand(())) < min(1.0, float(probs[token]) / q):
                     if record.commit(torch.tensor([token]), None, None):
-                        return logits_process.Walk(rows, torch.tensor([rows]), True)
+                        return True
                     rows.append(node + 1)
                     break
         else:
-            stop = record.commit(torch.multinomial(probs[None], 1)[0], None, None)
-            return logits_process.Walk(rows, torch.tensor([rows]), stop)
+            return bool(record.commit(torch.multinomial(probs[None], 1)[0], None, None))
 
 
-def _cold_walk(logits: Any, tree: Any, ancestors: Any, record: Any, processors: Any, sample: bool) -> Any:
+def _cold_walk(logits: Any, tree: Any, record: Any, processors: Any) -> bool:
     """A planted fault: temperature is ignored inside rounds."""
-    return lazy_walk(logits, tree, record, LogitsProcessorList(), sample)
+    return lazy_walk(logits, tree, record, LogitsProcessorList(), True).stop
 
 
-def _lazy(logits: Any, tree: Any, ancestors: Any, record: Any, processors: Any, sample: bool) -> Any:
-    return lazy_walk(logits, tree, record, processors, sample)
+def _lazy(logits: Any, tree: Any, record: Any, processors: Any) -> bool:
+    return lazy_walk(logits, tree, record, processors, True).stop
 
 
-@pytest.mark.parametrize("walk", [_lazy, device_walk])
+def _on_device(logits: Any, tree: Any, record: Any, processors: Any) -> bool:
+    noise = Noise(logits.device)
+    path = walk_on_device(logits, tree, record, processors, noise)
+    return commit_path(path, DecodingState(), record, noise)[1]
+
+
+@pytest.mark.parametrize("walk", [_lazy, _on_device])
 def test_samples_follow_the_targets_distribution(walk: Any) -> None:
     assert _chi_square_p(*_pair_counts(walk)) > 1e-3
 

@@ -48,7 +48,8 @@ class Pair:
 
     @property
     def kept(self) -> Any:
-        return self.target.__dict__["_hf_ddtree_state"].buffers.prompt
+        """What the graph was made for, and the graph; `None` before there is one."""
+        return next(iter(self.target.__dict__["_hf_ddtree_state"].buffers.prompts.items()), None)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_mixed", "qwen3", "mistral"])
@@ -93,7 +94,7 @@ def test_it_gives_what_the_stock_path_gives(monkeypatch: pytest.MonkeyPatch) -> 
     ids = prompt_ids(300)
     compared: list[Any] = []
     original = capture.are_alike
-    monkeypatch.setattr(capture, "are_alike", lambda *both: compared.append(both) or original(*both))
+    monkeypatch.setattr(capture, "are_alike", lambda *both, **share: compared.append(both) or original(*both, **share))
     out, _ = pair.trees(ids)
     assert len(compared[0][0]) == 1 + 2 * pair.target.config.num_hidden_layers
     torch.testing.assert_close(*compared[0], atol=1e-4, rtol=1e-4)
@@ -142,13 +143,13 @@ def test_without_a_graph_that_holds_prompts_are_launched(differs: bool, monkeypa
     pair = Pair("llama", monkeypatch)
     tries: list[Any] = []
     if differs:
-        original = prompt.Prompt.round
+        original = prompt.Prompt.record
 
         def another(self: prompt.Prompt) -> None:
             original(self)
             tries.append(self.cache.layers[2].values.neg_())
 
-        monkeypatch.setattr(prompt.Prompt, "round", another)
+        monkeypatch.setattr(prompt.Prompt, "record", another)
     else:
 
         def fail(self: prompt.Prompt) -> None:

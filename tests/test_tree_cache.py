@@ -19,7 +19,7 @@ from transformers.cache_utils import DFlashCache
 from hf_ddtree import DFlashDraftModel, release_buffers
 from hf_ddtree.target_state import Buffers, claim
 from hf_ddtree.tree_cache import DraftCache, TreeCache, capacity_for
-from scripted import prompt_ids, tiny_drafter, tiny_target
+from scripted import chain_rows, keep_path, prompt_ids, tiny_drafter, tiny_target
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 4, 3
 STATE = "_hf_ddtree_state"
@@ -66,7 +66,7 @@ def prefill(cache: TreeCache, naive: ListCache, count: int, batch: int = 1) -> N
 def grow_tree(cache: TreeCache, naive: ListCache, nodes: int, path: list[int], batch: int = 1) -> None:
     """A round: the rows of a tree are written, and those of a path stay."""
     before = cache.length
-    cache.open_tree(nodes)
+    cache.open(chain_rows(nodes))
     assert cache.slots == range(before, before + nodes)
     for layer in range(len(cache.layers)):
         rows = random_rows(nodes, batch)
@@ -76,14 +76,14 @@ def grow_tree(cache: TreeCache, naive: ListCache, nodes: int, path: list[int], b
             assert torch.equal(got[:, :, : before + nodes], torch.cat([committed, written], dim=2))
         naive.append(layer, rows, path)
         assert cache.length == before  # an open tree is not committed
-    cache.keep(path, torch.tensor([path]).expand(batch, -1))
+    keep_path(cache, path)
     assert cache.slots is None
 
 
 def assert_holds(cache: TreeCache, naive: ListCache) -> None:
     assert cache.length == cache.get_seq_length() == len(naive)
     for i, layer in enumerate(cache.layers):
-        assert layer.rows == len(naive)
+        assert layer.get_seq_length() == len(naive)
         for buffer, expected in zip((layer.keys, layer.values), naive.rows(i), strict=True):
             assert torch.equal(buffer[:, :, : len(naive)], expected)
 
@@ -128,10 +128,10 @@ def test_a_whole_tree_a_root_alone_and_far_nodes_can_be_kept() -> None:
 def test_a_closed_tree_leaves_nothing_and_its_slots_are_written_again() -> None:
     cache, naive = TreeCache([False, False]), ListCache(2)
     prefill(cache, naive, 7)
-    cache.open_tree(9)
+    cache.open(chain_rows(9))
     for layer in range(2):
         cache.update(*random_rows(9), layer)
-    cache.close_tree()
+    cache.close()
     assert_holds(cache, naive)
     prefill(cache, naive, 2)
     grow_tree(cache, naive, 4, [0, 3])
@@ -149,12 +149,12 @@ def test_attention_reads_the_committed_rows_rounded_up_and_no_more() -> None:
     cache = TreeCache([False], capacity=256)
     cache.update(*random_rows(60), 0)
     for nodes, view in ((1, 64), (4, 64), (5, 128), (68, 128), (69, 192), (196, 256)):
-        cache.open_tree(nodes)
+        cache.open(chain_rows(nodes))
         assert cache.view == view
         keys, values = cache.update(*random_rows(nodes), 0)
         assert keys.shape[2] == values.shape[2] == view
         assert keys.data_ptr() == cache.layers[0].keys.data_ptr()  # a view, not a copy
-        cache.close_tree()
+        cache.close()
 
 
 def test_rows_that_were_never_written_are_finite() -> None:
@@ -170,11 +170,11 @@ def test_a_layer_that_no_forward_writes_to_is_left_alone() -> None:
     rows = random_rows(4)
     cache.update(*rows, 0)
     naive.append(0, rows)
-    cache.open_tree(5)
+    cache.open(chain_rows(5))
     rows = random_rows(5)
     cache.update(*rows, 0)
     naive.append(0, rows, [0, 3])
-    cache.keep([0, 3], torch.tensor([[0, 3]]))
+    keep_path(cache, [0, 3])
     cache.reserve(600)
     assert cache.length == 6
     assert torch.equal(cache.layers[0].keys[:, :, :6], naive.rows(0)[0])
@@ -196,7 +196,7 @@ def test_crop_forgets_the_last_rows() -> None:
 def test_reset_forgets_the_rows_and_an_open_tree_and_keeps_the_buffers() -> None:
     cache, naive = TreeCache([False, True]), ListCache(2)
     prefill(cache, naive, 12)
-    cache.open_tree(3)
+    cache.open(chain_rows(3))
     before = pointers(cache)
     cache.reset()
     assert cache.length == 0 and cache.slots is None
@@ -243,7 +243,7 @@ def test_a_tree_beyond_capacity_is_refused_and_one_up_to_it_is_not(committed: in
     if committed:
         prefill(cache, naive, committed)
     with pytest.raises(RuntimeError, match=rf"{257 - committed} rows at {committed} does not fit 256"):
-        cache.open_tree(257 - committed)
+        cache.open(chain_rows(257 - committed))
     assert cache.slots is None
     if 0 < committed < 256:
         grow_tree(cache, naive, 256 - committed, [0])
@@ -380,7 +380,7 @@ def test_an_indexers_keys_go_with_the_rows_of_their_layer() -> None:
         mine.reserve(mine.length + nodes)
         length = mine.length
         if tree:
-            mine.open_tree(nodes)
+            mine.open(chain_rows(nodes))
         rows, indexer_keys = random_rows(nodes), torch.randn(1, nodes, 6)
         for layer in range(2):
             mine.update(*rows, layer)
@@ -388,7 +388,7 @@ def test_an_indexers_keys_go_with_the_rows_of_their_layer() -> None:
         assert torch.equal(seen[:, : length + nodes], torch.cat([known, indexer_keys], dim=1))
         assert seen.shape[1] == (mine.view if tree else length + nodes)
         if tree:
-            mine.keep(path, torch.tensor([path]))
+            keep_path(mine, path)
         known = torch.cat([known, indexer_keys[:, path]], dim=1)
         if round % 7 == 0:  # as when a call ends and another continues it
             mine.export(theirs)
@@ -398,7 +398,7 @@ def test_an_indexers_keys_go_with_the_rows_of_their_layer() -> None:
     assert mine.capacity > 256
     mine.reset()
     assert torch.equal(mine.layers[1].indexer.keys, torch.zeros_like(mine.layers[1].indexer.keys))
-    assert mine.layers[1].indexer.rows == 0
+    assert mine.layers[1].indexer.get_seq_length() == 0
 
 
 def test_layers_that_a_model_adds_share_the_tree_and_reach_the_users_cache() -> None:
@@ -415,7 +415,7 @@ def test_layers_that_a_model_adds_share_the_tree_and_reach_the_users_cache() -> 
     again.load(theirs)
     assert [layer.is_sliding for layer in again.layers] == [False, True] * 2
     for got, kept in zip(again.layers, naive.layers, strict=True):
-        assert got.rows == 12
+        assert got.get_seq_length() == 12
         assert torch.equal(got.keys[:, :, 11], kept[11][0])
 
 
@@ -632,7 +632,7 @@ def test_after_an_exception_the_cache_is_empty_and_free_again(target: PreTrained
     def fail() -> None:
         with claim(target) as buffers:
             buffers.cache.update(*random_rows(3), 0)
-            buffers.cache.open_tree(4)
+            buffers.cache.open(chain_rows(4))
             raise KeyError("inside")
 
     with pytest.raises(KeyError, match="inside"):

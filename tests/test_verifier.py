@@ -22,11 +22,12 @@ from transformers import (
     PreTrainedModel,
 )
 
+from hf_ddtree.anatomy import decoder_layers, find_decoder, layer_kinds
 from hf_ddtree.compat import CACHE_KEY
-from hf_ddtree.draft_tree import ancestor_matrix, node_depths
+from hf_ddtree.draft_tree import TreeRows, ancestor_matrix, node_depths
 from hf_ddtree.target_state import Buffers
-from hf_ddtree.verifier import FeatureTaps, Verifier, decoder_layers, find_decoder, layer_kinds, tree_mask
-from scripted import SIZES, VOCAB, prompt_ids, tiny_drafter, tiny_target
+from hf_ddtree.verifier import FeatureTaps, Verifier, tree_mask
+from scripted import SIZES, VOCAB, chain_rows, keep_path, prompt_ids, tiny_drafter, tiny_target
 
 FAMILIES = ["llama", "qwen2", "qwen2_mixed", "qwen3", "mistral", "phi3"]
 TAPS = [0, 2, 3]  # 3 is the last layer
@@ -253,7 +254,7 @@ def test_every_node_gets_the_logits_and_features_of_its_own_path(
     root = int(outputs.logits[0, -1].argmax())
     for _ in range(ROUNDS):
         tree = random_tree(NODES - padding, padding)
-        ancestors = ancestor_matrix(tree.parents, tree.depths)
+        ancestors = TreeRows.of(tree)
         ids = torch.cat([torch.tensor([[root]]), tree.token_ids], dim=1)
         position = positions_of(mask)[:, -1:] + 1
         verified = verifier.verify(ids, position, ancestors)
@@ -264,7 +265,7 @@ def test_every_node_gets_the_logits_and_features_of_its_own_path(
         close(verified.features[:, :real_rows], path_features)
 
         path = tree.path(random.randrange(NODES - padding))[:4]
-        verifier.cache.keep(path, torch.tensor([path]))
+        keep_path(verifier.cache, path)
         committed = torch.cat([committed, ids[:, path]], dim=1)
         mask = torch.nn.functional.pad(mask, (0, len(path)), value=1)
         assert verifier.cache.length == committed.shape[1]
@@ -295,9 +296,9 @@ def test_a_tree_left_open_can_be_verified_again_and_a_closed_one_leaves_no_trace
     root = torch.tensor([[9]])
     for tree in (first, second, first):
         ids = torch.cat([root, tree.token_ids], dim=1)
-        verified = verifier.verify(ids, position, ancestor_matrix(tree.parents, tree.depths))
+        verified = verifier.verify(ids, position, TreeRows.of(tree))
         close(verified.logits, plain_paths(model, committed, mask, 9, tree, NODES)[0])
-        verifier.cache.close_tree()
+        verifier.cache.close()
 
 
 def test_the_root_alone_is_a_plain_step() -> None:
@@ -306,10 +307,8 @@ def test_the_root_alone_is_a_plain_step() -> None:
     committed, mask = padded_prompt(0)
     prefill(verifier, committed, mask)
     for token in (5, 6, 7):
-        verified = verifier.verify(
-            torch.tensor([[token]]), torch.tensor([[committed.shape[1]]]), torch.ones(1, 1, 1).bool()
-        )
-        verifier.cache.keep([0], torch.tensor([[0]]))
+        verified = verifier.verify(torch.tensor([[token]]), torch.tensor([[committed.shape[1]]]), chain_rows(1))
+        keep_path(verifier.cache, [0])
         committed = torch.cat([committed, torch.tensor([[token]])], dim=1)
         expected = plain(model, committed, torch.ones_like(committed))
         close(verified.logits[:, -1], expected.logits[:, -1])
@@ -339,7 +338,7 @@ def test_trees_of_a_batch_are_verified_as_each_alone() -> None:
     prefill(verifier, committed, mask)
     trees = [random_tree(NODES), random_tree(NODES)]
     ids = torch.cat([torch.tensor([[9], [10]]), torch.cat([tree.token_ids for tree in trees])], dim=1)
-    ancestors = torch.cat([ancestor_matrix(tree.parents, tree.depths) for tree in trees])
+    ancestors = TreeRows(*map(torch.cat, zip(*map(TreeRows.of, trees), strict=True)))
     verified = verifier.verify(ids, positions_of(mask)[:, -1:] + 1, ancestors)
     for b, tree in enumerate(trees):
         alone = slice(b, b + 1)
@@ -354,7 +353,7 @@ def test_outputs_that_the_caller_asked_for_come_back() -> None:
     prefill(verifier, *padded_prompt(0))
     tree = random_tree(NODES)
     ids = torch.cat([torch.tensor([[9]]), tree.token_ids], dim=1)
-    outputs = verifier.verify(ids, torch.tensor([[PROMPT]]), ancestor_matrix(tree.parents, tree.depths)).outputs
+    outputs = verifier.verify(ids, torch.tensor([[PROMPT]]), TreeRows.of(tree)).outputs
     assert [tuple(state.shape[:2]) for state in outputs.hidden_states] == [(1, NODES + 1)] * 5
     assert len(outputs.attentions) == 4 and outputs.attentions[0].shape[2] == NODES + 1
 
@@ -557,9 +556,9 @@ def verify_anything(verifier: Verifier) -> torch.Tensor:
     ids = torch.cat([torch.tensor([[9]]), tree.token_ids], dim=1)
     position = torch.tensor([[verifier.cache.length]])
     try:
-        return verifier.verify(ids, position, ancestor_matrix(tree.parents, tree.depths)).features
+        return verifier.verify(ids, position, TreeRows.of(tree)).features
     finally:
-        verifier.cache.close_tree()
+        verifier.cache.close()
 
 
 def test_features_that_nothing_recorded_are_an_error(model: PreTrainedModel) -> None:
@@ -642,7 +641,7 @@ def test_a_model_compiled_in_place_still_gives_features(compiled: tuple[PreTrain
     outputs, features = prefill(verifier, ids, mask)
     tree = random_tree(NODES)
     nodes = torch.cat([torch.tensor([[9]]), tree.token_ids], dim=1)
-    verified = verifier.verify(nodes, torch.tensor([[PROMPT]]), ancestor_matrix(tree.parents, tree.depths))
+    verified = verifier.verify(nodes, torch.tensor([[PROMPT]]), TreeRows.of(tree))
     verifier.close()
     assert model._compiled_call_impl is call
     assert backend.graphs == 0

@@ -339,7 +339,7 @@ def assert_idle(target: PreTrainedModel, drafter: Any) -> None:
     state = target.__dict__[STATE]
     assert not state.lock.locked() and not state.busy and state.uncompiled == 0
     if state.buffers is not None:  # buffers need not outlive an exception
-        for cache in (state.buffers.cache, state.buffers.context):
+        for cache in (state.buffers.cache, *(own.context for own in state.buffers.drafters)):
             assert cache.length == 0 and cache.slots is None
             assert not any(bool(layer.keys.any()) for layer in cache.layers if layer.is_initialized)
     assert FeatureTaps._current.get() is None

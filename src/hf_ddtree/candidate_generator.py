@@ -14,12 +14,13 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.modeling_outputs import ModelOutput
 
 from . import compat
+from .anatomy import input_device
 from .configuration_ddtree import DDTreeConfig
 from .draft_tree import DraftTree, build_tree
 from .modeling_dflash import DFlashDraftModel
 from .snapshot import Snapshot, take_snapshot
+from .state import DecodingState
 from .tree_cache import DraftCache
-from .verifier import input_device
 
 _MOST_CONTEXT = 2048  # tokens that one drafter pass makes context: its own tensors stay small beside the prompt's
 _MOST_PENDING = 512  # tokens that may wait for the next draft to become context
@@ -121,18 +122,20 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         token_ids, log_probs = best_candidates(draft_logits(self.target, hidden, self.drafter), candidates)
         return token_ids.to(root.device), log_probs.to(root.device)
 
-    def draft_tree(self, root: torch.Tensor, position: torch.Tensor, depth: int) -> DraftTree:
+    def draft_tree(
+        self, root: torch.Tensor, position: torch.Tensor, depth: int, nodes: int | None = None
+    ) -> DraftTree:
         """The tree of one round behind `root (B, 1)` at `position (B, 1)`, at most `depth` deep.
 
-        At depth 0 it has no nodes, and nothing is drafted.
+        At depth 0, or with 0 nodes, nothing is drafted.
         """
-        depth = min(depth, self.max_depth, self.nodes)
+        nodes = self.nodes if nodes is None else min(nodes, self.nodes)
+        depth = min(depth, self.max_depth, nodes)
         if depth < 1:
-            if self.pending >= _MOST_PENDING:
-                self.absorb(root, position)
+            self.absorb_if_many(root, position)
             return DraftTree(root[:, 1:], root[:, 1:], root[:, 1:], root[:, 1:].float())
-        token_ids, log_probs = self.propose(root, position, depth, self.candidates)
-        return build_tree(self.config.tree, token_ids, log_probs, self.nodes)
+        token_ids, log_probs = self.propose(root, position, depth, min(nodes, self.candidates))
+        return build_tree(self.config.tree, token_ids, log_probs, nodes)
 
     def absorb(self, root: torch.Tensor, position: torch.Tensor) -> None:
         """Make what is pending part of the context, ahead of the next draft behind `root` at `position`."""
@@ -143,6 +146,35 @@ class DDTreeCandidateGenerator(CandidateGenerator):
             return
         for rows, places in self._take_pending():
             self.drafter.extend(rows, places, self.cache)
+            self.cache.settle()
+
+    def take_new(self, state: DecodingState) -> None:
+        """Take over the features that the last round has left, for the next draft."""
+        if new := state.new.host:
+            steps = torch.arange(new, device=state.position.device)
+            self.append(state.features[:, :new].clone(), (state.position - new)[:, None] + steps)
+            state.new.set(0)
+
+    def catch_up(self, state: DecodingState, drafts: bool) -> None:
+        """Bring the context up to date ahead of a graph, which makes only the last round's features context.
+
+        Args:
+            state: Where decoding stands.
+            drafts: Whether the graph does so; else they wait.
+        """
+        if drafts and not self.pending:
+            return
+        self.take_new(state)
+        root, position = state.root, state.position[:, None]
+        if drafts:
+            self.absorb(root, position)
+        else:
+            self.absorb_if_many(root, position)
+
+    def absorb_if_many(self, root: torch.Tensor, position: torch.Tensor) -> None:
+        """The same where so much is pending that it takes memory, though nothing is drafted yet."""
+        if self.pending >= _MOST_PENDING:
+            self.absorb(root, position)
 
     def _draft(self, root: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Append what is pending to the context, denoise one block `(B, block, H)`: one drafter pass, or, behind a
@@ -165,6 +197,7 @@ class DDTreeCandidateGenerator(CandidateGenerator):
                     **{compat.CACHE_KEY: self.cache},
                 )
                 self.cache.crop(-self.block_size)
+                self.cache.settle()
         hidden: torch.Tensor = outputs.last_hidden_state
         return hidden
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -15,21 +14,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.modeling_outputs import CausalLMOutput
 
-from .budget import Budget
 from .candidate_generator import DDTreeCandidateGenerator
-from .compiled import Rounds, Start, Step
+from .draft_tree import DraftTree, TreeRows
+from .launched import LaunchedRound
 from .logits_process import is_row_wise
 from .modeling_dflash import DFlashDraftModel
 from .outputs import GenerationRecord
 from .prompt import MOST_TOKENS, Prompt, are_alike
-from .recorded import Recorded
-from .rope import RopeSwitch, rope_parameters
+from .rope import rope_parameters
+from .round_graph import Recorded, RoundGraph, RoundKind
 from .target_state import Buffers
 from .tree_cache import TreeCache, rows_ahead
-from .verifier import Constants, Verifier
+from .verifier import Verifier
 
-_MOST_ROUNDS = 16  # kinds of calls whose graphs are kept for later ones
-_MOST_STEPS = 16  # of one kind of call
+_MOST_KINDS = 16  # of calls whose graphs are kept for later ones
+_MOST_SIZES = 16  # of one kind of call
+_ALIKE = 0.9  # of a round's nodes: experts that are chosen by a rounding error make others differ
 _capturing = threading.Lock()
 _RecordedT = TypeVar("_RecordedT", bound=Recorded)
 
@@ -38,13 +38,18 @@ def why_not_captured(
     buffers: Buffers,
     source: DDTreeCandidateGenerator,
     verifier: Verifier,
-    rope: RopeSwitch,
+    switches: bool,
     record: GenerationRecord,
     processors: LogitsProcessorList,
     do_sample: bool,
     synced_gpus: bool,
 ) -> str | None:
-    """Why a call's rounds cannot be steps, or `None`."""
+    """Why a call's rounds cannot be graphs, or `None`.
+
+    Args:
+        switches: Whether the target's rotary frequencies change on the way.
+        synced_gpus: Whether ranks wait for each other's forwards; the others are the call's.
+    """
     target, drafter = source.target, source.drafter
     if not buffers.kept:
         return "another call holds the buffers"
@@ -63,7 +68,7 @@ def why_not_captured(
         return "the prompt is on another device"
     if synced_gpus:
         return "ranks wait for each other"
-    if rope.at is not None:
+    if switches:
         return "rotary frequencies switch"
     if _has_dynamic_rope(target) or _has_dynamic_rope(drafter):
         return "rotary frequencies follow the length"
@@ -100,46 +105,46 @@ def _has_dynamic_rope(model: Any) -> bool:
     return any(rope.get("rope_type") == "dynamic" for rope in rope_parameters(config))
 
 
-def find_rounds(
+def find_kind(
     buffers: Buffers,
     source: DDTreeCandidateGenerator,
+    verifier: Verifier,
+    record: GenerationRecord,
     processors: LogitsProcessorList,
     do_sample: bool,
-    budget: Budget,
-    room: int,
-    constants: Constants,
-) -> Rounds:
-    """The rounds for a call, with the graphs that earlier calls left for it.
+) -> RoundKind:
+    """What serves calls of this kind, with the graphs that earlier ones left, and room for another round at least.
 
-    Args:
-        room: Tokens that the call may still commit.
-        constants: Of the call's steps.
+    Rows that have to grow for it take their graphs with them, and the state stays.
     """
-    rows = rows_ahead(room, source.nodes)
+    own, constants, ends = buffers.of(source.drafter), verifier.constants, record.end_token_ids
+    rows = rows_ahead(record.room, source.nodes)
     buffers.cache.reserve(buffers.cache.length + rows)
     source.reserve(rows)
-    where = (
-        *(snapshot.fingerprint for snapshot in source.snapshots), _places(buffers.cache), _places(buffers.context)
-    )  # fmt: skip
+    of_target, of_drafter = (snapshot.fingerprint for snapshot in source.snapshots)
+    target_where = of_target, _places(buffers.cache)
+    where = of_drafter, _places(own.context)
     what = (
         source.config.tree, source.config.execution, source.nodes, source.max_depth, do_sample,
-        type(budget), budget.sizes,
         tuple((type(processor), _values(processor)) for processor in processors),
         None if constants.offset is None else constants.offset.shape,
-        tuple((name, types.dtype) for name, types in constants.types.items()), _numeric_modes(),
+        tuple((name, types.dtype) for name, types in constants.types.items()), len(ends), _numeric_modes(),
     )  # fmt: skip
-    for key in [key for key in buffers.rounds if key[1] != where]:
-        del buffers.rounds[key]  # its weights or rows have moved
-    _forget_moved_prompt(buffers, source)
-    rounds: Rounds | None = buffers.rounds.pop((what, where), None)
-    if rounds is None:
-        gc.collect()  # rounds and their steps know each other, and old ones hold the memory that new ones need
+    for others in buffers.drafters:
+        for key in [key for key in others.kinds if key[1] != target_where or (others is own and key[2] != where)]:
+            del others.kinds[key]  # its weights or rows have moved
+    _forget_moved_prompts(buffers, source)
+    key = what, target_where, where
+    kind: RoundKind | None = own.kinds.pop(key, None)
+    if kind is None:
+        gc.collect()  # graphs and what they belong to know each other, and old ones hold memory that new ones need
         with torch.inference_mode(False), _on(source.device):  # ordinary tensors, for calls outside of it too
-            rounds = Rounds(source, buffers.cache, processors, do_sample, budget.sizes, constants)
-    buffers.rounds[what, where] = rounds  # the last used is the last
-    while len(buffers.rounds) > _MOST_ROUNDS:
-        del buffers.rounds[next(iter(buffers.rounds))]
-    return rounds
+            kind = RoundKind(source, buffers.cache, buffers.state, processors, do_sample, constants, ends)
+    own.kinds[key] = kind  # the last used is the last
+    while len(own.kinds) > _MOST_KINDS:
+        del own.kinds[next(iter(own.kinds))]
+    kind.begin(verifier.prompt_mask, constants, ends)
+    return kind
 
 
 def run_prompt(
@@ -174,11 +179,12 @@ def run_prompt(
         return [logits[:, None, -1:].clone(), *(part.clone() for part in rows)]
 
     cache = buffers.cache
-    _forget_moved_prompt(buffers, source)
+    _forget_moved_prompts(buffers, source)
     if not 1 < token_ids.shape[1] <= MOST_TOKENS:  # in one token nothing could be compared
         return launch()
-    if buffers.prompt is not None and why_not() is None:
-        kept = buffers.prompt[1]
+    key = _prompt_key(buffers, source)
+    if key in buffers.prompts and why_not() is None:
+        kept = buffers.prompts[key]
         return launch() if kept is None else run(kept)
     launched = launch()  # which gives the buffers their memory
     if why_not() is not None:
@@ -190,46 +196,74 @@ def run_prompt(
     if isinstance(prompt, Prompt):
         captured = run(prompt)
         if are_alike(results(captured[0].logits), expected):
-            buffers.prompt = _prompt_key(buffers, source), prompt
+            buffers.prompts[_prompt_key(buffers, source)] = prompt
             return captured
         cache.reset()
-    buffers.prompt = _prompt_key(buffers, source), None
+    buffers.prompts[_prompt_key(buffers, source)] = None
     return launch()
 
 
 def _prompt_key(buffers: Buffers, source: DDTreeCandidateGenerator) -> tuple[Any, ...]:
-    """What a graph of prompts is made for."""
-    return source.snapshots[0].fingerprint, source.layer_ids, _numeric_modes(), _places(buffers.cache)
+    """What a graph of prompts is made for, the tap layers last."""
+    return source.snapshots[0].fingerprint, _numeric_modes(), _places(buffers.cache), source.layer_ids
 
 
-def _forget_moved_prompt(buffers: Buffers, source: DDTreeCandidateGenerator) -> None:
-    """Drop the graph of prompts if weights or rows have moved since it was made."""
-    if buffers.prompt is not None and buffers.prompt[0] != _prompt_key(buffers, source):
-        buffers.prompt = None
+def _forget_moved_prompts(buffers: Buffers, source: DDTreeCandidateGenerator) -> None:
+    """Drop the graphs of prompts if weights or rows have moved since they were made."""
+    for key in [key for key in buffers.prompts if key[:-1] != _prompt_key(buffers, source)[:-1]]:
+        del buffers.prompts[key]
 
 
-def find_start(rounds: Rounds, execution: str) -> Start | None:
-    """What drafts the first tree, captured now if it was not before; `None` where no graph can be had."""
-    if rounds.start is None:
-        rounds.start = _capture(functools.partial(Start, rounds), rounds.device, rounds.restored, execution)
-    return rounds.start if isinstance(rounds.start, Start) else None
+def find_graph(
+    kind: RoundKind, nodes: int, decode_round: Callable[..., Any], launched: LaunchedRound, execution: str
+) -> RoundGraph | str:
+    """The graph of rounds of a size, captured now (which takes seconds) if it was not before; or why there is none.
 
+    Before a graph is trusted, one of its rounds is compared with a launched one from where decoding stands.
 
-def find_step(rounds: Rounds, nodes: int, budget: Budget, execution: str) -> Step | str:
-    """The step of a size, captured now if it was not before; or the path without one, where no graph can be had."""
-    if nodes not in rounds.steps and nodes not in rounds.failed:
-        start = time.perf_counter()
-        make = functools.partial(Step, rounds, nodes, min(budget.next_tree(nodes), rounds.nodes))
-        step = _capture(make, rounds.device, rounds.restored, execution)
-        if isinstance(step, Step):
-            rounds.steps[nodes] = step
-            if len(rounds.steps) > _MOST_STEPS:
-                del rounds.steps[next(iter(rounds.steps))]
-            budget.note_captured(nodes, time.perf_counter() - start)
+    Args:
+        kind: Of the call.
+        nodes: Of a tree.
+        decode_round: The algorithm.
+        launched: The call's, to compare.
+        execution: Whether to compile.
+    """
+    nodes = min(nodes, kind.nodes)
+    if nodes not in kind.graphs and nodes not in kind.failed:
+        graph = _capture(
+            functools.partial(RoundGraph, kind, nodes, decode_round), kind.device, kind.restored, execution
+        )
+        if isinstance(graph, RoundGraph) and not _agree(graph, launched):
+            graph = "plain: a graph's round differs from a launched one"
+        if isinstance(graph, RoundGraph):
+            kind.graphs[nodes] = graph
+            if len(kind.graphs) > _MOST_SIZES:
+                del kind.graphs[next(iter(kind.graphs))]
         else:
-            rounds.failed[nodes] = step
-            budget.note_captured(nodes, None)
-    return rounds.steps.get(nodes) or rounds.failed[nodes]
+            kind.failed[nodes] = graph
+    return kind.graphs.get(nodes) or kind.failed[nodes]
+
+
+@torch.no_grad()
+def _agree(graph: RoundGraph, launched: LaunchedRound) -> bool:
+    """Whether a graph's round and a launched one verify the same tree alike, from the same state."""
+    state = graph.kind.state
+    with graph.restored():
+        graph.replay()
+        captured, graph.verified = graph.verified, None
+        assert captured is not None
+        # Nodes that lie beyond the text's end have other positions in a graph.
+        tree = graph.tree._replace(depths=graph.tree.depths * (graph.tree.depths < state.room[:, None]))
+        tree = DraftTree(*map(torch.clone, tree))
+        mine = captured.logits.clone(), captured.features.clone()
+    ids = torch.cat([state.root, tree.token_ids], dim=1)
+    verified = launched.verifier.verify(ids, state.position[:, None], TreeRows.of(tree))
+    launched.cache.close()
+    within = torch.nn.functional.pad(tree.depths[0] > 0, (1, 0), value=True)
+    return all(
+        are_alike([one[:, None, within]], [other[:, None, within]], share=_ALIKE)
+        for one, other in zip(mine, (verified.logits, verified.features), strict=True)
+    )
 
 
 def _capture(

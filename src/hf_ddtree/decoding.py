@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, closing, nullcontext
+from typing import Any, Protocol
 
 import torch
 from transformers import DynamicCache, GenerationConfig
@@ -13,20 +13,68 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from .acceptance_watch import watch_acceptance
-from .budget import Budget, clock, make_budget
+from .anatomy import input_device
+from .budget import make_budget
 from .candidate_generator import DDTreeCandidateGenerator
-from .capture import find_rounds, find_start, find_step, run_prompt, why_not_captured
+from .capture import find_graph, find_kind, run_prompt, why_not_captured
 from .compat import CACHE_KEY, decoder_only_output
-from .compiled import Rounds, Step
 from .configuration_ddtree import DDTreeConfig
-from .draft_tree import DraftTree, ancestor_matrix
-from .logits_process import commit_next, walk
-from .outputs import DDTreeStats, GenerateDDTreeOutput, GenerationRecord, PlainColumns, ended
+from .draft_tree import DraftTree
+from .launched import LaunchedRound
+from .logits_process import commit_next, commit_path
+from .outputs import DDTreeStats, GenerateDDTreeOutput, GenerationRecord, ended
 from .rope import RopeSwitch
-from .target_state import Buffers, claim, state_of
-from .tree_cache import rows_ahead
+from .round_graph import RoundGraph
+from .state import DecodingState, Path
+from .target_state import claim
+from .tree_cache import TreeCache, rows_ahead
 from .validation import check_batch
-from .verifier import Verifier
+from .verifier import Verification, Verifier
+
+
+class Round(Protocol):
+    """The steps of a round: launched over the models as they are, or recorded as a graph over shadows of them."""
+
+    cache: TreeCache
+
+    def draft(self, state: DecodingState, nodes: int) -> DraftTree: ...
+
+    def verify(self, state: DecodingState, tree: DraftTree) -> Verification: ...
+
+    def choose(self, state: DecodingState, tree: DraftTree, verified: Verification) -> Path: ...
+
+
+def decode_round(
+    steps: Round,
+    state: DecodingState,
+    nodes: int,
+    timed: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+) -> tuple[DraftTree, Path]:
+    """One round. A graph is a recording of it.
+
+    Args:
+        steps: What its steps run on.
+        state: Where decoding stands; moved behind what is kept.
+        nodes: Of the tree, besides its root.
+        timed: Measures a stage, by its name.
+
+    Returns:
+        The tree that was verified, and the path through it that was kept.
+    """
+    # Draft a block behind the bonus token, and build the tree from its distributions.
+    with timed("draft"):
+        tree = steps.draft(state, nodes)
+    # Verify the tree in one forward.
+    with timed("verify"):
+        verified = steps.verify(state, tree)
+    # Walk from the root by the target's own choice.
+    with timed("walk"):
+        path = steps.choose(state, tree, verified)
+    # Keep the path, drop the rest; its features are the drafter's next context.
+    with timed("keep"):
+        steps.cache.keep(path)
+        state.keep(path, verified.features)
+    return tree, path
 
 
 def ddtree_decoding(
@@ -58,18 +106,19 @@ def ddtree_decoding(
     do_sample = bool(generation_config.do_sample)
     stats = DDTreeStats()
     users_cache = model_kwargs.get(CACHE_KEY)
+    device = input_device(model.get_input_embeddings(), input_ids.device)
 
-    with ended(streamer), claim(model) as buffers:
+    with ended(streamer), claim(model, device) as buffers:
         check_batch(input_ids.shape[0])
-        cache, context = buffers.cache, buffers.context_of(assistant_model)
-        source = DDTreeCandidateGenerator(model, assistant_model, config, record.max_length, context)
-        with closing(Verifier(model, source.layer_ids, cache, model_kwargs, input_ids.device)) as verifier:
+        cache, state, own = buffers.cache, buffers.state, buffers.of(assistant_model)
+        source = DDTreeCandidateGenerator(model, assistant_model, config, record.max_length, own.context)
+        with closing(Verifier(model, source.layer_ids, cache, model_kwargs, device)) as verifier:
             rope = RopeSwitch(verifier.config)
-            timed = functools.partial(stats.time, device=verifier.device if config.record_times else None)
+            switches = rope.at is not None
+            timed = functools.partial(stats.time, device=device if config.record_times else None)
             why_not = functools.partial(
-                why_not_captured, buffers, source, verifier, rope, record, logits_processor, do_sample, synced_gpus
+                why_not_captured, buffers, source, verifier, switches, record, logits_processor, do_sample, synced_gpus
             )
-            call = Call(buffers, source, verifier, rope, record, logits_processor, do_sample, stats, timed)
             # The prompt gives the first bonus token, and its features are the drafter's first context.
             with timed("prefill"):
                 ahead = rows_ahead(record.room, source.nodes)
@@ -79,64 +128,61 @@ def ddtree_decoding(
                     source.resume(users_cache, input_ids)
                 append_prompt(source, features, verifier.prompt_positions, verifier.prompt_mask)
                 source.reserve(ahead)
-            columns = plain_columns(verifier, users_cache)
+            launched = LaunchedRound(
+                source, verifier, rope if switches else None, record, logits_processor, do_sample,
+                model_kwargs, users_cache,
+            )  # fmt: skip
             _, stop = commit_next(outputs.logits[:, -1], record, logits_processor, do_sample)
-            record.add_states(outputs, [0], 0, columns, whole=True)
-            rope.crossed(record.length - 1, verifier.constants.place(verifier.prompt_positions[:, -1:]))
-            position = verifier.prompt_positions[:, -1:] + 1  # the bonus token's, root of the first tree
+            record.add_states(outputs, [0], 0, launched.columns, whole=True)
+            position = verifier.prompt_positions[:, -1:]
+            rope.crossed(record.length - 1, verifier.constants.place(position))
+            state.features = own.features_like(
+                source.max_depth + 1, features.shape[-1], source.device, source.dtype
+            )  # fmt: skip
+            state.begin(record.last_token, position + 1, record.room)
             del outputs, features
-            if not stop:
-                reason = why_not()
-                find_budget = functools.partial(
-                    make_budget, source, state_of(model).experiences, do_sample=do_sample, length=record.length
-                )
-                budget = find_budget(captured=reason is None)
-                if reason is None:
-                    position, stop = captured_rounds(call, budget, position)
-                    if config.budget == "auto":  # what they have left takes other times
-                        budget = find_budget(captured=False)
-                else:
-                    stats.path = f"plain: {reason}"
-                if not stop:
-                    started = clock()
-                    drafted = draft(call, budget, position)
+
+            budget = make_budget(config, model)
+            if not stop and (why := why_not()) is not None:
+                stats.path = f"plain: {why}"
+            graphs = not stop and why is None
+            kind = None
+            if graphs and source.nodes:  # so that the context has its buffers
+                source.absorb(state.root, state.position[:, None])
 
             while model._has_unfinished_sequences(stop, synced_gpus, device=record.input_ids.device):
-                root = record.last_token.to(verifier.device)
                 if stop:  # another rank still decodes, and its forwards need ours
-                    verifier.idle(root, position)
+                    verifier.idle(state.root, state.position[:, None])
                     continue
-                tree, nodes, plain = drafted
-                # Verify the tree in one forward.
-                with timed("verify"):
-                    ancestors = ancestor_matrix(tree.parents, tree.depths)
-                    if plain:
-                        verified = verifier.plain_step(record.input_ids, position, model_kwargs)
-                        columns = plain_columns(verifier, users_cache)
-                    else:
-                        verified = verifier.verify(torch.cat([root, tree.token_ids], dim=1), position, ancestors)
-                # Walk from the root by the target's own choice.
-                with timed("walk"):
-                    rows, path, stop = walk(verified.logits, tree, ancestors, record, logits_processor, do_sample)
-                    record.add_states(verified.outputs, rows, cache.length, columns, whole=plain)
-                # Keep the path, drop the rest; its features are the drafter's next context.
-                with timed("keep"):
-                    cache.keep(rows, path.to(verifier.device))
-                    steps = torch.arange(len(rows), device=position.device)
-                    features = verified.features[:, path[0].to(verified.features.device)]
-                    source.append(features, position + steps)
-                position = position + len(rows)
-                stats.add_round(nodes, root, tree, rows, keep_tree=config.record_trees)
-                # Draft the next block, and build the tree from its distributions.
-                if not stop:
-                    budget.observe(nodes, rows, None if plain else clock() - started, record.length)
-                    started = clock()
-                    drafted = draft(call, budget, position)
+                nodes, bonus = budget.nodes, record.last_token
+                graph: RoundGraph | str | None = None
+                if graphs:
+                    if kind is None or not kind.fits():
+                        kind = None  # outgrown: nothing may hold its graphs while the next are captured
+                        kind = find_kind(buffers, source, verifier, record, logits_processor, do_sample)
+                    graph = kind.ready(nodes) or find_graph(kind, nodes, decode_round, launched, config.execution)
+                    stats.path = graph if isinstance(graph, str) else graph.path
+                if isinstance(graph, RoundGraph):
+                    source.catch_up(state, drafts=graph.nodes > 0)
+                    with timed("round"):
+                        tree, path = graph.run()
+                        if config.record_trees:
+                            tree = DraftTree(*map(torch.clone, tree))
+                        rows, stop = commit_path(path, state, record, graph.kind.noise)
+                else:
+                    tree, path = decode_round(launched, state, nodes, timed)
+                    rows, stop = commit_path(path, state, record, launched.noise)
+                if len(rows) < path.rows.shape[1]:  # kinds of layers whose rows are no list go back with the state
+                    cache.keep(path.first(len(rows)))
+                nodes = nodes if tree.token_ids.shape[1] else 0
+                stats.add_round(nodes, bonus, tree, rows, keep_tree=config.record_trees)
+                budget.observe(nodes, len(rows))
 
         if verifier.recomputed:  # what the caller's cache holds belongs to another text now
             users_cache = DynamicCache(config=verifier.config)
         if users_cache is not None and (record.return_dict or getattr(users_cache, "_is_user_defined", False)):
             cache.export(users_cache)
+            source.take_new(state)
             source.leave(users_cache, record.input_ids)
 
     watch_acceptance(model, assistant_model, stats)
@@ -154,122 +200,6 @@ def ddtree_decoding(
         ddtree_stats=stats,
     )
     return output
-
-
-class Call(NamedTuple):
-    """What belongs to one call, whichever way its rounds run."""
-
-    buffers: Buffers
-    source: DDTreeCandidateGenerator
-    verifier: Verifier
-    rope: RopeSwitch
-    record: GenerationRecord
-    processors: LogitsProcessorList
-    do_sample: bool
-    stats: DDTreeStats
-    timed: Callable[[str], AbstractContextManager[None]]  # a stage, by name
-
-
-class Drafted(NamedTuple):
-    """What the next round verifies."""
-
-    tree: DraftTree
-    nodes: int  # that were asked for
-    plain: bool  # whether one plain step is due instead; then there are none
-
-
-def draft(call: Call, budget: Budget, position: torch.Tensor) -> Drafted:
-    """The tree behind the bonus token, whose position is given."""
-    source, verifier, rope, record = call.source, call.verifier, call.rope, call.record
-    with call.timed("draft"):
-        placed = verifier.constants.place(position)
-        plain = rope.crossed(record.length, placed) or verifier.drops_cache or verifier.plain_only
-        depth = min(record.room - 1, rope.room(record.length, placed), verifier.most_nodes)
-        depth = 0 if plain or not budget.drafts else depth
-        root = record.last_token.to(verifier.device)
-        tree = source.draft_tree(root, position, depth).first(verifier.most_nodes)
-        return Drafted(*(budget.cut(tree) if depth > 0 else (tree, 0)), plain)
-
-
-def captured_rounds(call: Call, budget: Budget, position: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """The rounds of `Step`, until generation ends or a step cannot be had.
-
-    Args:
-        position: `(1, 1)`, the bonus token's.
-
-    Returns:
-        The position of the last bonus token, and whether generation ended.
-    """
-    source, verifier, record, stats = call.source, call.verifier, call.record, call.stats
-    stop, rounds, tree, nodes, due = False, None, None, 0, True
-    root = record.last_token.to(verifier.device)
-    if source.nodes:
-        source.absorb(root, position)  # so that the context has its buffers
-    while not stop:
-        if rounds is None or not rounds.fits():
-            if rounds is not None:  # outgrown: nothing may hold its graphs while the next are captured
-                root, position, tree = root.clone(), position.clone(), DraftTree(*map(torch.clone, rounds.tree))
-                rounds = step = budget.ready = None
-            rounds = find_rounds(
-                call.buffers, source, call.processors, call.do_sample, budget, record.room, verifier.constants
-            )
-            rounds.begin(root, position, record.room, verifier.prompt_mask, verifier.constants)
-            if tree is not None:
-                rounds.take_tree(tree)
-            root, position, budget.ready = rounds.root, rounds.position, rounds.steps.keys()
-        elif due and budget.drafts:  # the context has grown
-            rounds.begin(root, position, record.room, verifier.prompt_mask, verifier.constants)
-        if due:
-            nodes = first_tree(call, budget, rounds)
-        step = find_step(rounds, min(nodes, source.nodes), budget, source.config.execution)
-        if not isinstance(step, Step):
-            stats.path = step
-            # Where drafting pauses the tree is an old one.
-            if not nodes or (other := budget.cut(rounds.tree)[1]) == nodes:
-                break
-            due, nodes = False, other
-            continue
-        stats.path = step.path
-        verified = rounds.tree.first(step.nodes)
-        if source.config.record_trees:
-            verified = DraftTree(*map(torch.clone, verified))
-        bonus = record.last_token
-        started = clock()
-        with call.timed("round"):
-            outcome = step.run()
-        seconds = clock() - started
-        count, stop = record.commit_path(outcome.token_ids, outcome.tokens)
-        step.commit(count)
-        stats.add_round(nodes, bonus, verified, outcome.rows[:count], keep_tree=source.config.record_trees)
-        if not step.drafts:
-            source.append(rounds.features.clone(), position - 1)
-        if stop:
-            break
-        budget.observe(nodes, outcome.rows, seconds, record.length)
-        due = not (step.drafts and budget.drafts)
-        if not due:
-            nodes = budget.choose(outcome.expected)
-        elif budget.drafts:  # again, behind tokens that no round has drafted from
-            source.absorb(root, position)
-    return position, stop
-
-
-def first_tree(call: Call, budget: Budget, rounds: Rounds) -> int:
-    """Give the next round a tree behind its root, from which no round has drafted. Returns the nodes that it verifies,
-    0 while drafting pauses."""
-    if budget.drafts and (start := find_start(rounds, call.source.config.execution)) is not None:
-        with call.timed("draft"):
-            return budget.choose(start.run())
-    tree, nodes, _ = draft(call, budget, rounds.position)
-    if nodes:
-        rounds.take_tree(tree)
-    return nodes
-
-
-def plain_columns(verifier: Verifier, users_cache: Any) -> PlainColumns:
-    """Plain decoding's attentions show the caller's cache, until a model drops that for one of its own."""
-    cache = DynamicCache(config=verifier.config) if verifier.recomputed else users_cache
-    return PlainColumns(verifier.layer_windows, cache)
 
 
 def append_prompt(

@@ -56,6 +56,26 @@ class DraftTree(NamedTuple):
         return DraftTree(*(torch.nn.functional.pad(field, (0, missing), value=fill) for field, fill in fields))
 
 
+class TreeRows(NamedTuple):
+    """A tree as layers see it: row 0 is the root, row i + 1 is node i.
+
+    Attributes:
+        ancestors: `(B, N + 1, N + 1)` bool, see `ancestor_matrix`.
+        depths: `(B, N + 1)` int64, see `node_depths`.
+        parents: `(B, N)` int64, as in `DraftTree`.
+    """
+
+    ancestors: torch.Tensor
+    depths: torch.Tensor
+    parents: torch.Tensor
+
+    @classmethod
+    def of(cls, tree: DraftTree) -> "TreeRows":
+        """The rows of a tree and of its root."""
+        ancestors = ancestor_matrix(tree.parents, tree.depths)
+        return cls(ancestors, node_depths(ancestors), tree.parents)
+
+
 class _Step(NamedTuple):
     """The children that one depth considers, parent-major, and how many of them stay."""
 

@@ -1,20 +1,22 @@
 """The walk: from the root, the token that plain decoding would choose, and on while it is a child.
 
 Two walks with one contract. `lazy_walk` calls processors, selection, criteria and streamer as plain decoding does,
-node by node. `device_walk` chooses at all nodes at once and reads back one small tensor; it serves greedy search and
-sampling with warpers that depend on no prefix.
+node by node. `device_walk` chooses at all nodes at once, and `commit_path` reads back one small tensor; it serves
+greedy search and sampling with warpers that depend on no prefix.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers.generation import logits_process as stock
 from transformers.generation.logits_process import LogitsProcessorList
 
-from .draft_tree import DraftTree, node_depths
+from .draft_tree import DraftTree, TreeRows
 from .outputs import GenerationRecord
+from .state import DecodingState, Path
 
 # Processors that look at one row of scores and nothing else.
 _ROW_WISE = (
@@ -29,43 +31,21 @@ _ROW_WISE = (
 )
 
 
-class Walk(NamedTuple):
-    """One round's outcome."""
-
-    rows: list[int]  # the rows that chose the committed tokens: root (0), then accepted nodes + 1
-    path: torch.Tensor  # the same, (B, P), where the logits are
-    stop: bool  # whether generation ends
-
-
 def is_row_wise(processors: LogitsProcessorList) -> bool:
     """Whether the processors may run on all nodes at once (stock warpers only, no subclass)."""
     return all(type(processor) in _ROW_WISE for processor in processors)
 
 
-def walk(
-    logits: torch.Tensor,
-    tree: DraftTree,
-    ancestors: torch.Tensor,
-    record: GenerationRecord,
-    processors: LogitsProcessorList,
-    do_sample: bool,
-) -> Walk:
-    """Commit a round's tokens.
+def walks_on_device(
+    device: torch.device, record: GenerationRecord, processors: LogitsProcessorList, do_sample: bool
+) -> bool:
+    """Whether a call's walk can be the device's, and gains by it.
 
-    Args:
-        logits: `(1, N + 1, V)` of the root and the nodes.
-        tree: The N nodes.
-        ancestors: `(1, N + 1, N + 1)` bool.
-        record: Receives the tokens.
-        processors: The call's prepared processors.
-        do_sample: Sample, or take the best.
+    A CPU reads nothing back, and selecting at unreached nodes would cost more than it saves. Plain decoding draws
+    where the prompt is.
     """
-    # A CPU reads nothing back, and selecting at unreached nodes would cost more than it saves. Plain decoding draws
-    # where the prompt is.
-    at_the_prompt = not do_sample or logits.device == record.input_ids.device
-    if logits.device.type != "cpu" and at_the_prompt and is_row_wise(processors) and not record.needs_rows:
-        return device_walk(logits, tree, ancestors, record, processors, do_sample)
-    return lazy_walk(logits, tree, record, processors, do_sample)
+    at_the_prompt = not do_sample or device == record.input_ids.device
+    return device.type != "cpu" and at_the_prompt and is_row_wise(processors) and not record.needs_rows
 
 
 def commit_next(
@@ -88,41 +68,96 @@ def commit_next(
 
 def lazy_walk(
     logits: torch.Tensor, tree: DraftTree, record: GenerationRecord, processors: LogitsProcessorList, do_sample: bool
-) -> Walk:
-    """The walk on the host: exactly the calls that plain decoding makes, in its order."""
+) -> Path:
+    """The walk on the host, which commits token by token: exactly the calls that plain decoding makes, in its order.
+
+    Args:
+        logits: `(1, N + 1, V)` of the root and the nodes.
+        tree: The N nodes.
+        record: Receives the tokens.
+        processors: The call's prepared processors.
+        do_sample: Sample, or take the best.
+
+    Returns:
+        The path, where the tree is.
+    """
     nodes = zip(tree.parents[0].tolist(), tree.token_ids[0].tolist(), tree.depths[0].tolist(), strict=True)
     children = {(parent + 1, token): node for node, (parent, token, depth) in enumerate(nodes, start=1) if depth > 0}
-    rows = [0]
+    rows, stop = [0], False
     while True:
         token, stop = commit_next(logits[:, rows[-1]], record, processors, do_sample)
         child = children.get((rows[-1], token))
         if stop or child is None:
-            return Walk(rows, torch.tensor([rows], device=logits.device), stop)
+            break
         rows.append(child)
+    path, count = torch.tensor([rows]), torch.tensor([len(rows)])
+    device = tree.parents.device
+    return Path(path.to(device), record.input_ids[:, -len(rows) :], count.to(device), rows, stop)
 
 
 def device_walk(
     logits: torch.Tensor,
     tree: DraftTree,
-    ancestors: torch.Tensor,
-    record: GenerationRecord,
+    rows: TreeRows,
+    room: torch.Tensor,
+    ends: torch.Tensor,
     processors: LogitsProcessorList,
-    do_sample: bool,
-) -> Walk:
-    """The walk on tensors: choose at every node, follow the choices, read the path back once."""
-    noise = Noise(logits.device) if do_sample else None
-    if noise is not None:
-        noise.begin()
-    depths = node_depths(ancestors)
-    deepest = max(1, min(record.room, logits.shape[1]))  # static: no more tokens than that can be committed
-    choices = choose(logits, depths, record.input_ids, processors, noise, deepest)
-    rows, tokens = follow(choices, tree, ancestors, depths, deepest)
-    path = torch.cat([rows, tokens], dim=1)[0].tolist()  # the round's one synchronisation
-    chosen = [row for row in path[:deepest] if row >= 0]
-    count, stop = record.commit_path(path[deepest : deepest + len(chosen)], tokens)
-    if noise is not None:
-        noise.give_back(count)
-    return Walk(chosen[:count], rows[:, :count], stop)
+    noise: Noise | None,
+    most: int,
+) -> tuple[Path, torch.Tensor]:
+    """The walk on tensors: choose at every node, follow the choices, and end where plain decoding would.
+
+    Args:
+        logits: `(B, N + 1, V)` of the root and the nodes.
+        tree: The N nodes.
+        rows: The same with the root.
+        room: `(B,)`, tokens that may still be committed.
+        ends: `(E,)`, tokens that end a text.
+        processors: Row-wise ones.
+        noise: `None` for greedy search.
+        most: Tokens that can be committed; rows of noise are drawn for as many.
+
+    Returns:
+        The path, and whether the text ends with it, `(B,)`.
+    """
+    choices = choose(logits, rows.depths, tree.token_ids, processors, noise, most)
+    path, token_ids = follow(choices, tree, rows.ancestors, rows.depths, most)
+    kept = (path >= 0) & (torch.arange(most, device=path.device) < room[:, None])
+    ended = (token_ids[..., None] == ends).any(dim=-1) & kept
+    kept &= ended.cumsum(dim=1) == ended  # nothing behind the first end
+    count = kept.sum(dim=1)
+    packed = torch.cat([count[:, None], path.where(kept, -1), token_ids], dim=1)
+    finished = (ended & kept).any(dim=1) | (count >= room)
+    return Path(packed[:, 1 : most + 1], packed[:, most + 1 :], packed[:, 0], packed=packed), finished
+
+
+def commit_path(
+    path: Path, state: DecodingState, record: GenerationRecord, noise: Noise | None
+) -> tuple[Sequence[int], bool]:
+    """Commit what a round has kept; fetching what the device has chosen is the round's one synchronisation.
+
+    Where less is committed than was kept, the state goes back; then, or where a streamer raises, the generator is left
+    where plain decoding would leave it.
+
+    Returns:
+        The rows that committed a token, root (0) first, and whether generation ends.
+    """
+    if path.on_host is not None:
+        state.moved(len(path.on_host))
+        return path.on_host, path.stop
+    assert path.packed is not None
+    most, before = path.rows.shape[1], record.length
+    kept, *fetched = path.packed[0].tolist()
+    try:
+        stop = record.commit_path(fetched[most : most + kept], path.token_ids)
+    finally:
+        count = record.length - before
+        if noise is not None:
+            noise.give_back(count)
+    if count < kept:
+        state.take_back(path, count)
+    state.moved(count)
+    return fetched[:count], stop
 
 
 def choose(

@@ -208,29 +208,37 @@ class GenerationRecord:
             self.streamer.put(token.cpu())
         return stop
 
-    def commit_path(self, token_ids: Sequence[int], tokens: torch.Tensor) -> tuple[int, bool]:
+    @property
+    def end_token_ids(self) -> list[int]:
+        """Those that end the text, as far as stock criteria say."""
+        return sorted(self._host_stop.eos) if self._host_stop is not None else []
+
+    def commit_path(self, token_ids: Sequence[int], tokens: torch.Tensor) -> bool:
         """Append the tokens of a path, up to the one that ends generation; not for those who need rows (`needs_rows`).
+
+        What a streamer raises leaves the tokens appended that it was told of.
 
         Args:
             token_ids: The path's tokens, on the host.
             tokens: The same first in `(1, P)` or more, on the device.
 
         Returns:
-            How many were committed, and whether generation ends with the last.
+            Whether generation ends with the last that was appended.
         """
         assert self._host_stop is not None
-        stop = False
-        for count, token_id in enumerate(token_ids, start=1):
-            stop = self._host_stop(self.length + count, token_id)
-            if self.streamer is not None:
-                self.streamer.put(torch.tensor([token_id]))
-            if stop:
-                break
-        self._reserve(count)
-        end = self.length + count
-        self._buffer[:, self.length : end] = tokens[:, :count]
-        self.length = end
-        return count, stop
+        stop, count = False, 0
+        try:
+            for count, token_id in enumerate(token_ids, start=1):
+                stop = self._host_stop(self.length + count, token_id)
+                if self.streamer is not None:
+                    self.streamer.put(torch.tensor([token_id]))
+                if stop:
+                    break
+        finally:
+            self._reserve(count)
+            self._buffer[:, self.length : self.length + count] = tokens[:, :count]
+            self.length += count
+        return stop
 
     def _reserve(self, tokens: int) -> None:
         if (missing := self.length + tokens - self._buffer.shape[1]) > 0:

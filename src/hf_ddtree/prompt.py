@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from .recorded import GraphMemory, Recorded, forward, share_rows, unchanged
-from .shadow import shadow
+from .round_graph import GraphMemory, Recorded, ShadowTarget
+from .state import unchanged
 from .tree_cache import TreeCache
-from .verifier import FeatureTaps
 
 CHUNK = 256  # rows
 MOST_TOKENS = 1024  # more take longer in chunks than in one forward
@@ -38,25 +37,23 @@ class Prompt(Recorded):
 
     def __init__(self, target: Any, layer_ids: Sequence[int], cache: TreeCache, device: torch.device) -> None:
         super().__init__(device, GraphMemory())
-        self.target, self.cache = shadow(target), cache
-        self.taps = FeatureTaps(self.target, layer_ids)
-        config = target.config.get_text_config(decoder=True)
+        self.cache = cache
         counted = torch.arange(CHUNK, device=device)[None]
         self.token_ids, self.positions = torch.zeros_like(counted), torch.zeros_like(counted)
-        self.length, self.last = counted.new_zeros(1), counted.new_zeros(1)  # rows before, and the last new one
+        self.last = counted.new_zeros(1)  # of the new rows
         committed = torch.ones(1, cache.capacity, dtype=torch.bool, device=device)
-        share_rows(self, self.target, cache, self.length, committed, counted[:, :, None] >= counted[:, None], counted)
-        self.features = torch.zeros(
-            1, CHUNK, len(self.taps.layer_ids) * config.hidden_size, dtype=target.dtype, device=device
-        )
+        visible = counted[:, :, None] >= counted[:, None]
+        self.target = ShadowTarget(target, layer_ids, cache, committed, visible, counted)
+        width = len(self.target.taps.layer_ids) * target.config.get_text_config(decoder=True).hidden_size
+        self.features = torch.zeros(1, CHUNK, width, dtype=target.dtype, device=device)
         self.logits: torch.Tensor | None = None  # (1, 1, V), of the last new row
 
     def touch(self) -> None:
         self.cache.touch(CHUNK)
 
     def restored(self) -> AbstractContextManager[None]:
-        self.length.zero_()  # so that the first rows are written
-        return unchanged(rows[:, :, :CHUNK] for layer in self.cache.layers for rows in (layer.keys, layer.values))
+        # The cache is empty, so that these are the rows that are written.
+        return unchanged([rows[:, :, :CHUNK] for layer in self.cache.layers for rows in (layer.keys, layer.values)])
 
     def run(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a prompt, and commit its rows.
@@ -73,25 +70,24 @@ class Prompt(Recorded):
             # The rows behind the text are its last token's: no other token's NaN may lie in the cache.
             self.token_ids[:, :count], self.token_ids[:, count:] = ids, ids[:, -1:]
             self.positions[:, :count], self.positions[:, count:] = places, places[:, -1:]
-            self.length.fill_(self.cache.length)
             self.last.fill_(count - 1)
             self.replay()
-            self.cache.commit(count)
+            self.cache.count.set(self.cache.length + count)
             features.append(self.features[:, :count].clone())
         assert self.logits is not None
         return self.logits.clone(), torch.cat(features, dim=1)
 
     @torch.no_grad()
-    def round(self) -> None:
-        logits, features = forward(self.target, self.taps, self.token_ids, self.positions)
+    def record(self) -> None:
+        logits, features = self.target.forward(self.token_ids, self.positions)
         self.features.copy_(features)
         if self.logits is None:
             self.logits = torch.zeros_like(logits[:, :1])
         self.logits.copy_(logits.index_select(1, self.last))
 
 
-def are_alike(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
-    """Whether two forwards differ by rounding only, in each row of each tensor `(1, heads, L, D)`.
+def are_alike(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor], share: float = 1.0) -> bool:
+    """Whether two forwards differ by rounding only, in a share of the rows of each tensor `(1, heads, L, D)`.
 
     A row's difference is over its length, or over the usual length where the row is a short one.
     """
@@ -100,6 +96,7 @@ def are_alike(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -
             torch.linalg.vector_norm(x.float(), dim=(0, 1, 3)) for x in (mine - theirs, theirs)
         )  # (L,)
         most = max(_ROUNDING, _ROUNDING_STEPS * torch.finfo(mine.dtype).eps)
-        if not bool((difference <= most * torch.maximum(length, length.median())).all()):
+        alike = difference <= most * torch.maximum(length, length.median())
+        if float(alike.float().mean()) < share:
             return False
     return True

@@ -1,5 +1,4 @@
-"""What the library keeps on a target between calls: a lock, the buffers and captured steps of the last ones, and
-what they learned."""
+"""What the library keeps on a target between calls: a lock, and the buffers and graphs of the last ones."""
 
 from __future__ import annotations
 
@@ -12,40 +11,67 @@ from typing import Any
 
 import torch
 
+from .state import DecodingState
 from .tree_cache import DraftCache, TreeCache
 
 _ATTRIBUTE = "_hf_ddtree_state"
 _creating = threading.Lock()
 
 
+_MOST_DRAFTERS = 4  # whose contexts and graphs are kept
+
+
+class DrafterBuffers:
+    """What belongs to a drafter: its context's rows, its features of a round, and the graphs over them.
+
+    Args:
+        drafter: Whose they are; they do not keep it.
+        state: Counts the rows.
+    """
+
+    def __init__(self, drafter: Any, state: DecodingState) -> None:
+        self.drafter = weakref.ref(drafter)
+        self.context = DraftCache.for_config(drafter.config, state.context_length)
+        self.features = torch.zeros(1, 0, 0)
+        self.kinds: dict[Any, Any] = {}  # of rounds, by what they were made for
+
+    def features_like(self, most: int, width: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """`(1, most, width)` there, the same for each call of these."""
+        if (self.features.shape, self.features.device, self.features.dtype) != ((1, most, width), device, dtype):
+            with torch.inference_mode(False):
+                self.features = torch.zeros(1, most, width, dtype=dtype, device=device)
+        return self.features
+
+
 class Buffers:
-    """What a call writes to: rows of the target and of a drafter's context, and the rounds captured over them.
+    """What a call writes to: where it stands, rows of the target, and what belongs to its drafter.
 
     Args:
         model: The target.
         kept: Whether later calls will use them again.
+        device: Where the target takes its input; its own by default.
     """
 
-    def __init__(self, model: Any, kept: bool) -> None:
+    def __init__(self, model: Any, kept: bool, device: torch.device | None = None) -> None:
         self.kept = kept
-        self.cache = TreeCache.for_config(model.config.get_text_config(decoder=True))
-        self.context = DraftCache([])
-        self.rounds: dict[Any, Any] = {}
-        # What the graph of prompts was made for, and the graph, or `None` if there can be none.
-        self.prompt: tuple[Any, Any | None] | None = None
-        self._drafter: weakref.ref[Any] | None = None
+        self.state = DecodingState(device or model.device)
+        self.cache = TreeCache.for_config(model.config.get_text_config(decoder=True), self.state.length)
+        self.drafters: list[DrafterBuffers] = []  # the last used is the last
+        # Graphs of prompts, by what they were made for; `None` where there can be none.
+        self.prompts: dict[Any, Any | None] = {}
         self._left: torch.cuda.Event | None = None
 
-    def context_of(self, drafter: Any) -> DraftCache:
-        """The rows of a drafter's context; another drafter than the last call's gets new ones."""
-        if self._drafter is None or self._drafter() is not drafter:
-            self._drafter, self.context = weakref.ref(drafter), DraftCache.for_config(drafter.config)
-            self.rounds.clear()
-        return self.context
+    def of(self, drafter: Any) -> DrafterBuffers:
+        """What belongs to a drafter, new if it was not used lately."""
+        own = next((x for x in self.drafters if x.drafter() is drafter), None) or DrafterBuffers(drafter, self.state)
+        others = [x for x in self.drafters if x is not own and x.drafter() is not None]
+        self.drafters = [*others[1 - _MOST_DRAFTERS :], own]
+        return own
 
     def reset(self) -> None:
         self.cache.reset()
-        self.context.reset()
+        for own in self.drafters:
+            own.context.reset()
 
     def leave(self, device: torch.device) -> None:
         """Note where the call that ends has come to on its stream."""
@@ -65,7 +91,6 @@ class TargetState:
         self.lock = threading.Lock()
         self.busy = False
         self.buffers: Buffers | None = None
-        self.experiences: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()  # by drafter
         self.acceptances: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by drafter
         self.uncompiled = 0  # calls that need the uncompiled forward now
         self.compiled: Any = None  # what they put aside
@@ -86,17 +111,23 @@ def state_of(model: Any) -> TargetState:
 
 
 @contextmanager
-def claim(model: Any) -> Iterator[Buffers]:
-    """The target's empty buffers. A call beside or inside another does not wait: it gets buffers of its own."""
+def claim(model: Any, device: torch.device | None = None) -> Iterator[Buffers]:
+    """The target's empty buffers. A call beside or inside another does not wait: it gets buffers of its own.
+
+    Args:
+        model: The target.
+        device: Where it takes its input; its own by default.
+    """
     state = state_of(model)
     with state.lock:
         first, state.busy = not state.busy, True
     if not first:
-        yield Buffers(model, kept=False)
+        yield Buffers(model, kept=False, device=device)
         return
     try:
-        if state.buffers is None:
-            state.buffers = Buffers(model, kept=True)
+        if state.buffers is None or state.buffers.state.device != (device or model.device):
+            state.buffers = None  # nothing may hold their memory while the next are made
+            state.buffers = Buffers(model, kept=True, device=device)
         state.buffers.enter(model.device)
         state.buffers.reset()  # should the last call have been interrupted in doing so
         yield state.buffers
@@ -130,13 +161,9 @@ def release_buffers(model: Any) -> None:
     """Free the buffers and captured graphs that earlier `ddtree` calls left on `model` for later ones.
 
     Args:
-        model: A target, or what wraps one (`torch.compile`, an adapter). What was learned of rounds' costs stays.
+        model: A target, or what wraps one (`torch.compile`, an adapter).
     """
     for module in model.modules():  # what torch.compile or an adapter wraps is one of them
         if module.__dict__.get(_ATTRIBUTE) is not None:
-            state = state_of(module)
-            state.buffers = None
-            for experiences in state.experiences.values():
-                for experience in experiences.values():
-                    experience.ruled_out.clear()  # there is room now
+            state_of(module).buffers = None
     gc.collect()  # graphs and what they belong to know each other

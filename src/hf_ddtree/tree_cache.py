@@ -1,5 +1,8 @@
 """Static K/V rows for trees: written by slot, kept by path, reused by later calls.
 
+How many are committed is the decoding state's to say. While the stock path writes rows one after another, as a
+prompt's, each layer counts what it has ahead of those, and `settle` hands that on.
+
 Three numbers that are easily confused: an id's index in the sequence, its position (what rotary embeddings see) and
 its slot (its row here). This file knows slots only.
 """
@@ -14,6 +17,9 @@ from typing import Any, TypeVar
 import torch
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
+
+from .draft_tree import TreeRows
+from .state import Count, Path
 
 _ROW_MULTIPLE = 64  # launched plainly, attention reads the committed rows rounded up to this
 _MIN_CAPACITY = 256
@@ -37,8 +43,10 @@ class RowPlan:
 
     capacity: int
     layers: int
+    length: Count  # committed rows
     stack: torch.Tensor | None = None  # (layers, 2, B, heads, capacity, head_dim)
-    slots: range | None = None  # while a tree is open
+    tree: TreeRows | None = None  # while one is open
+    slots: range | None = None  # its rows', root first
     view: int = 0  # rows that attention reads while a tree is open
     written: int = 0  # rows that may hold something
 
@@ -87,7 +95,7 @@ class TreeLayer(CacheLayerMixin):
         self.place = place
         self.is_sliding = is_sliding
         self.indexer: TreeLayer | None = None
-        self.rows = 0  # rows written one after another, committed or (a prompt's) about to be
+        self.ahead = 0  # rows that the stock path has written behind the committed ones
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -99,7 +107,7 @@ class TreeLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a prompt's rows behind the last one, or, while a tree is being verified, the tree's at its slots."""
-        if self.rows:
+        if self.get_seq_length():
             self._promote(key_states, value_states)
             key_states, value_states = key_states.to(self.keys.dtype), value_states.to(self.values.dtype)
         elif not self._fits(key_states, value_states):
@@ -108,12 +116,13 @@ class TreeLayer(CacheLayerMixin):
         if slots is not None:
             view = self.plan.view
         else:
-            view = self.rows + key_states.shape[-2]
+            start = self.get_seq_length()
+            view = start + key_states.shape[-2]
             if view > self.keys.shape[2]:
-                raise RuntimeError(f"{key_states.shape[-2]} rows behind {self.rows} do not fit {self.keys.shape[2]}.")
+                raise RuntimeError(f"{key_states.shape[-2]} rows behind {start} do not fit {self.keys.shape[2]}.")
             self.plan.written = max(self.plan.written, view)
-            slots = range(self.rows, view)
-            self.rows = view
+            slots = range(start, view)
+            self.ahead += key_states.shape[-2]
         self.keys[:, :, slots.start : slots.stop] = key_states
         self.values[:, :, slots.start : slots.stop] = value_states
         return self.keys[:, :, :view], self.values[:, :, :view]
@@ -143,19 +152,20 @@ class TreeLayer(CacheLayerMixin):
     def grow(self) -> None:
         """Move to buffers of the owner's capacity."""
         if self.is_initialized and self.keys.shape[2] < self.plan.capacity:
-            old = self.keys, self.values
+            old, length = (self.keys, self.values), self.get_seq_length()
             self.lazy_initialization(*old)
             for new, rows in zip((self.keys, self.values), old, strict=True):
-                new[:, :, : self.rows] = rows[:, :, : self.rows]
+                new[:, :, :length] = rows[:, :, :length]
 
     def _promote(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Bring committed rows to the type of wider new ones, as concatenating them would."""
+        length = self.get_seq_length()
         for name, rows in (("keys", key_states), ("values", value_states)):
             buffer = getattr(self, name)
             dtype = torch.promote_types(buffer.dtype, rows.dtype)
             if buffer.dtype != dtype or buffer.device != rows.device:
                 wider = _empty((*rows.shape[:2], self.plan.capacity, rows.shape[-1]), rows[:, :, :0].to(dtype))
-                wider[:, :, : self.rows] = buffer[:, :, : self.rows]
+                wider[:, :, :length] = buffer[:, :, :length]
                 setattr(self, name, wider)
                 self.dtype, self.device = dtype, rows.device
 
@@ -170,10 +180,10 @@ class TreeLayer(CacheLayerMixin):
         )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.rows + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self.rows
+        return self.plan.length.host + self.ahead
 
     def get_max_length(self) -> int:
         return -1
@@ -183,36 +193,38 @@ class TreeLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all rows and clear what was written: a NaN left there would reach the next call through the mask."""
-        self.rows = 0
+        self.ahead = 0
         if self.is_initialized:
             self.keys[:, :, : self.plan.written].zero_()
             self.values[:, :, : self.plan.written].zero_()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` rows (transformers' sign)."""
-        self.rows -= abs(tokens_to_remove)
+        """Forget the last `-tokens_to_remove` rows (transformers' sign), of those ahead of the committed ones."""
+        self.ahead -= abs(tokens_to_remove) if self.ahead else 0
 
 
 class TreeCache(Cache):
     """
     The target's cache while trees are verified.
 
-    A prompt is appended through the stock path, row after row. Then each round calls `reserve` and `open_tree`, runs
-    the target, and calls `keep`. `length` is the host's copy of the number of committed rows, the one source of truth.
+    A prompt is appended through the stock path, row after row, and counted by `settle`. Then each round calls `open`,
+    runs the target, and calls `keep`; the decoding state moves `count` on.
 
     Args:
         sliding (`Sequence[bool]`): One entry a cache layer: whether it is a sliding-window layer.
         capacity (`int`): Rows; see `reserve`.
+        count (`Count`): Of the committed rows; one of its own by default.
     """
 
-    def __init__(self, sliding: Sequence[bool], capacity: int = _MIN_CAPACITY) -> None:
-        self.plan = RowPlan(capacity, len(sliding))
+    def __init__(self, sliding: Sequence[bool], capacity: int = _MIN_CAPACITY, count: Count | None = None) -> None:
+        self.plan = RowPlan(capacity, len(sliding), count or Count())
         super().__init__(layers=[TreeLayer(self.plan, i, is_sliding) for i, is_sliding in enumerate(sliding)])
 
     @classmethod
-    def for_config(cls: type[_CacheT], config: Any) -> _CacheT:
+    def for_config(cls: type[_CacheT], config: Any, count: Count | None = None) -> _CacheT:
         """An empty cache with the layers that transformers gives a model of this config."""
-        return cls([bool(getattr(layer, "is_sliding", False)) for layer in DynamicCache(config=config).layers])
+        sliding = [bool(getattr(layer, "is_sliding", False)) for layer in DynamicCache(config=config).layers]
+        return cls(sliding, count=count)
 
     @property
     def parts(self) -> list[TreeLayer]:
@@ -235,9 +247,14 @@ class TreeCache(Cache):
         return self.plan.view
 
     @property
+    def count(self) -> Count:
+        """Of the committed rows."""
+        return self.plan.length
+
+    @property
     def length(self) -> int:
-        """Committed rows."""
-        return next((layer.rows for layer in self.layers if layer.rows), 0)  # layers without keys have none
+        """Committed rows, and those that the stock path has written since `settle`."""
+        return self.count.host + max((layer.ahead for layer in self.layers), default=0)
 
     @property
     def is_initialized(self) -> bool:
@@ -251,45 +268,52 @@ class TreeCache(Cache):
             for layer in self.parts:
                 layer.grow()
 
-    def open_tree(self, nodes: int) -> None:
-        """Let the next forward write `nodes` rows, root included, behind the committed ones."""
-        length = self.length
-        if length + nodes > self.capacity:
-            raise RuntimeError(f"A tree of {nodes} rows at {length} does not fit {self.capacity} rows.")
-        self.plan.written = max(self.plan.written, length + nodes)
-        self.plan.view = min(-(-(length + nodes) // _ROW_MULTIPLE) * _ROW_MULTIPLE, self.capacity)
-        self.plan.slots = range(length, length + nodes)
+    def settle(self) -> None:
+        """Count the rows that the stock path has written as committed."""
+        if any(layer.ahead for layer in self.parts):
+            self.count.set(self.length)
+            for layer in self.parts:
+                layer.ahead = 0
 
-    def close_tree(self) -> None:
-        """Drop what is left of an open tree: its rows are not committed and will be written over."""
-        self.plan.slots = None
-
-    def keep(self, rows: Sequence[int], path: torch.Tensor) -> None:
-        """Commit the rows of a path through the open tree, and close the tree.
+    def open(self, tree: TreeRows) -> None:
+        """Let the next forward write a tree's rows behind the committed ones; every layer sees the tree.
 
         Args:
-            rows: The tree's rows on the path, root (0) first.
-            path: The same as a tensor `(B, P)` on the device: to make it here would wait for that.
+            tree: `N + 1` rows, root first.
         """
-        assert self.slots is not None
-        if list(rows) != list(range(len(rows))):  # else they already lie where they belong
-            start = self.slots.start
-            self.move(path + start, slice(start, start + len(rows)))
-        self.commit(len(rows))
+        self.settle()
+        length, rows = self.count.host, tree.depths.shape[1]
+        if length + rows > self.capacity:
+            raise RuntimeError(f"A tree of {rows} rows at {length} does not fit {self.capacity} rows.")
+        self.touch(rows)
+        self.plan.view = min(-(-(length + rows) // _ROW_MULTIPLE) * _ROW_MULTIPLE, self.capacity)
+        self.plan.slots, self.plan.tree = range(length, length + rows), tree
+
+    def close(self) -> None:
+        """Close the tree, if one is open: those of its rows that were not kept will be written over."""
+        self.plan.slots = self.plan.tree = None
+
+    def keep(self, path: Path) -> None:
+        """Bring the rows of a path through the open tree to where they belong, and close the tree.
+
+        Until the next `open` it may be called again with fewer rows of that path, which lie there already.
+        """
+        if self.slots is None:
+            return
+        start, rows = self.slots.start, path.rows
+        if path.on_host is None:
+            first = self.count.tensor[:, None]
+            target = first + torch.arange(rows.shape[1], device=rows.device)
+            self._move(torch.where(rows >= 0, first + rows, target), target)
+        elif list(path.on_host) != list(range(len(path.on_host))):
+            self._move(rows + start, slice(start, start + rows.shape[1]))
+        self.close()
 
     def touch(self, rows: int) -> None:
-        """Note that `rows` rows behind the committed ones have been written by someone who opened no tree."""
-        self.plan.written = max(self.plan.written, self.length + rows)
+        """Note that `rows` rows behind the committed ones are about to be written."""
+        self.plan.written = max(self.plan.written, self.count.host + rows)
 
-    def commit(self, rows: int) -> None:
-        """Count the next `rows` rows as committed, and close the tree."""
-        length = self.length
-        for layer in self.parts:
-            if layer.is_initialized:
-                layer.rows = length + rows
-        self.plan.slots = None
-
-    def move(self, source: torch.Tensor, target: torch.Tensor | slice) -> None:
+    def _move(self, source: torch.Tensor, target: torch.Tensor | slice) -> None:
         """Copy the rows at slots `source (B, P)` to slots `target`, `(B, P)` or consecutive, in all layers."""
         stack = self.plan.stack
         if stack is not None and all(layer.is_initialized and layer.in_stack for layer in self.parts):
@@ -303,16 +327,20 @@ class TreeCache(Cache):
 
     def reset(self) -> None:
         """Forget all rows, keep the buffers (cleared)."""
-        self.plan.slots = None
+        self.close()
         if self.plan.written or self.length:
             for layer in self.parts:
                 layer.reset()
+            self.count.set(0)
         self.plan.written = 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` rows (transformers' sign)."""
-        for layer in self.parts:
-            layer.crop(tokens_to_remove)
+        if any(layer.ahead for layer in self.parts):
+            for layer in self.parts:
+                layer.crop(tokens_to_remove)
+        else:
+            self.count.set(self.count.host - abs(tokens_to_remove))
 
     def load(self, cache: Cache) -> None:
         """Take over the rows of another cache, from the first one on."""
@@ -335,9 +363,10 @@ class TreeCache(Cache):
                 mine.lazy_initialization(keys, values)
             mine.keys[:, :, length - held : length] = keys
             mine.values[:, :, length - held : length] = values
-            mine.rows = length
             if (indexer_keys := getattr(theirs, "indexer_keys", None)) is not None:
                 mine.update_indexer(indexer_keys[:, :length])
+                mine.indexer.ahead = 0
+        self.count.set(length)
 
     def export(self, cache: Cache) -> None:
         """Append the rows that `cache` does not have yet to it."""

@@ -12,10 +12,10 @@ from transformers import DynamicCache, GenerationConfig, QuantizedCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.generation.configuration_utils import GenerationMode
 
+from .anatomy import decoder_layers, find_decoder
 from .compat import CACHE_KEY, INDEXED_KINDS
 from .drafter_formats import REQUIRED
 from .rope import rope_parameters
-from .verifier import decoder_layers, find_decoder
 
 # Attention functions that add a 4D mask to the scores. Flash kernels take none, and flex attention's kernel on a CPU
 # crashes on one.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers import GenerationConfig
 
+from .anatomy import find_decoder, input_device, layer_kinds, row_scale_period
 from .compat import CACHE_KEY, IMAGE_MEASURES
-from .draft_tree import ancestor_matrix, node_depths
+from .draft_tree import DraftTree, TreeRows
 from .target_state import uncompiled
 from .tree_cache import TreeCache
 
@@ -128,6 +128,7 @@ class Verification(NamedTuple):
 
     logits: torch.Tensor  # (B, N + 1, V), the target's dtype
     features: torch.Tensor  # (B, N + 1, taps * H)
+    rows: TreeRows
     outputs: Any  # the model's own output, for hidden states and attentions
 
 
@@ -211,6 +212,7 @@ class Verifier:
             if filled is not self.cache:  # Phi-3 takes a new cache beyond its rope switch
                 self.cache.load(filled)
                 self.recomputed = True
+            self.cache.settle()
             return outputs, self._features(chunks, self.cache.length - (0 if self.recomputed else already))
 
         padded = mask is not None and not bool(mask.all())
@@ -313,21 +315,23 @@ class Verifier:
         # Some versions of Phi-3 run the last token alone, and drop the cache again at every later step.
         self.drops_cache = dropped and self.cache.length < input_ids.shape[1]
         self.cache.crop(-1)
-        self.cache.open_tree(1)
-        return Verification(outputs.logits[:, -1:], features[:, -1:], outputs)
+        self.cache.settle()
+        rows = single_row(self.device)
+        self.cache.open(rows)
+        return Verification(outputs.logits[:, -1:], features[:, -1:], rows, outputs)
 
-    def verify(self, token_ids: torch.Tensor, positions: torch.Tensor, ancestors: torch.Tensor) -> Verification:
+    def verify(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: TreeRows) -> Verification:
         """Run a tree through the target, its rows open in the cache.
 
         Args:
             token_ids: `(B, N + 1)`, root first.
             positions: `(B, 1)`, the root's position; a node's is its depth further on.
-            ancestors: `(B, N + 1, N + 1)` bool, see `ancestor_matrix`.
+            rows: Who sees whom.
         """
-        depths = node_depths(ancestors)  # (B, N + 1)
+        ancestors, depths = rows.ancestors, rows.depths
         length = self.cache.length
         self.cache.reserve(length + token_ids.shape[1])
-        self.cache.open_tree(token_ids.shape[1])
+        self.cache.open(rows)
         masks = {
             kind: tree_mask(
                 ancestors,
@@ -353,7 +357,7 @@ class Verifier:
                 **self.step_kwargs,
                 **self.constants.of_rows(token_ids.shape[1]),
             )
-        return Verification(outputs.logits, self._features(chunks, token_ids.shape[1]), outputs)
+        return Verification(outputs.logits, self._features(chunks, token_ids.shape[1]), rows, outputs)
 
     @property
     def most_nodes(self) -> int:
@@ -374,8 +378,8 @@ class Verifier:
 
     def idle(self, root: torch.Tensor, position: torch.Tensor) -> None:
         """A forward that commits nothing, for the ranks that wait for it (`synced_gpus`)."""
-        self.verify(root, position, ancestor_matrix(root[:, 1:], root[:, 1:]))
-        self.cache.close_tree()
+        self.verify(root, position, single_row(root.device))
+        self.cache.close()
 
     def close(self) -> None:
         self.taps.remove()
@@ -402,6 +406,14 @@ class Verifier:
         return torch.cat([state.to(states[0].device) for state in states], dim=-1)
 
 
+@functools.cache
+def single_row(device: torch.device) -> TreeRows:
+    """The root alone."""
+    with torch.inference_mode(False):
+        none = torch.zeros(1, 0, dtype=torch.int64, device=device)
+        return TreeRows.of(DraftTree(none, none, none, none.float()))
+
+
 def _is_text(input_ids: torch.Tensor, placed: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:
     """Whether a prompt is its tokens and nothing else, the last one `placed` where it is counted."""
     others = {name for name, value in model_kwargs.items() if value is not None and value is not False}
@@ -412,74 +424,6 @@ def _is_text(input_ids: torch.Tensor, placed: torch.Tensor, model_kwargs: dict[s
         and torch.equal(placed, positions[:, -1:].to(placed.device))
         and (mask is None or mask.shape == input_ids.shape)
     )
-
-
-def input_device(module: Any, given: torch.device) -> torch.device:
-    """Where a module takes its input: an offloaded one's weight is on "meta", and its hook moves what it is given.
-
-    A quantized module's weight may go by any name.
-    """
-    device: torch.device = next(itertools.chain(module.parameters(), module.buffers())).device
-    return given if device.type == "meta" else device
-
-
-def decoder_layers(model: Any) -> nn.ModuleList:
-    """The target's decoder layers; see `find_decoder`."""
-    return find_decoder(model)[1]
-
-
-def find_decoder(model: Any) -> tuple[nn.Module, nn.ModuleList]:
-    """The module that returns the target's last hidden states, and its list of layers.
-
-    That is the first list of `num_hidden_layers` modules; where a layer counts several times, since it fills several
-    layers of a cache, the only list of transformers' decoder layers.
-
-    Raises:
-        ValueError: There is no such list.
-    """
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    starts = (model.get_decoder(), model.base_model)
-    for start in starts:
-        for owner, layers in _lists(start, start):
-            if len(layers) == count:
-                return owner, layers
-    for start in starts:
-        found = [(owner, layers) for owner, layers in _lists(start, start) if count % len(layers) == 0]
-        found = [x for x in found if all(isinstance(layer, GradientCheckpointingLayer) for layer in x[1])]
-        if len(found) == 1:
-            return found[0]
-    raise ValueError(f"{type(model).__name__} has no list of {count} decoder layers to take features from.")
-
-
-def _lists(module: nn.Module, owner: nn.Module) -> Iterator[tuple[nn.Module, nn.ModuleList]]:
-    """The lists of modules in a module, its own before its children's, each with the innermost model around it."""
-    owner = module if isinstance(module, PreTrainedModel) else owner
-    children = list(module.children())
-    for child in children:
-        if isinstance(child, nn.ModuleList) and len(child):
-            yield owner, child
-    for child in children:
-        if not isinstance(child, nn.ModuleList):
-            yield from _lists(child, owner)
-
-
-def layer_kinds(config: Any) -> list[tuple[str, int | None]]:
-    """Each decoder layer's kind and its sliding window or chunk, `None` for attention to everything before."""
-    sizes = {
-        "sliding_attention": getattr(config, "sliding_window", None),
-        "chunked_attention": getattr(config, "attention_chunk_size", None),
-    }
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        kind = next((kind for kind, size in sizes.items() if size is not None), "full_attention")
-        kinds = [kind] * config.num_hidden_layers
-    return [(kind, sizes.get(kind)) for kind in kinds]
-
-
-def row_scale_period(config: Any) -> int | None:
-    """The rows after which queries are scaled anew, where layers count rows instead of positions (Llama 4)."""
-    period: int | None = getattr(config, "floor_scale", None)
-    return period if getattr(config, "attn_temperature_tuning", False) else None
 
 
 def tree_mask(

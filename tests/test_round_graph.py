@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from comparison import assert_trees_spell
-from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, capture, compiled, recorded, release_buffers, shadow
+from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, attention, capture, release_buffers, round_graph, shadow
 from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.snapshot import take_snapshot
 from scripted import SIZES, prompt_ids, tiny_drafter, tiny_target
@@ -38,10 +38,15 @@ def assert_same_drafts(stepped: Any, plain: Any) -> None:
             torch.testing.assert_close(mine.tree.log_probs, other.tree.log_probs, atol=1e-4, rtol=1e-4)
 
 
+def kinds(model: Any) -> dict[Any, Any]:
+    """The kinds of rounds for which graphs are kept, of the drafter that was used last."""
+    return model.__dict__["_hf_ddtree_state"].buffers.drafters[-1].kinds
+
+
 def assert_cleared(model: Any) -> None:
     """That no row of a call is left in its buffers."""
     buffers = model.__dict__["_hf_ddtree_state"].buffers
-    for cache in (buffers.cache, buffers.context):
+    for cache in (buffers.cache, *(own.context for own in buffers.drafters)):
         assert not any(bool(layer.keys.any()) or bool(layer.values.any()) for layer in cache.layers)
 
 
@@ -109,42 +114,17 @@ def test_no_draft_is_launched_plainly(budget: Any, monkeypatch: pytest.MonkeyPat
     assert out.ddtree_stats.budgets[:15] == expected.ddtree_stats.budgets[:15]
 
 
-@pytest.mark.usefixtures("stepped")
-def test_a_start_that_cannot_be_captured_is_launched_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    tries = []
-
-    def fail(self: compiled.Start) -> None:
-        tries.append(self.round())
-        raise RuntimeError("no graph")
-
-    monkeypatch.setattr(compiled.Start, "capture", fail)
-    monkeypatch.setattr(capture, "_release", lambda device: None)
-    model = tiny_target("qwen3")
-    call = SAMPLING | {"assistant_model": tiny_drafter(model), "ddtree": {"budget": 9, "record_trees": True}}
-    expected, state = run(model, prompt_ids(20), 30, **SAMPLING)
-    for _ in range(2):
-        out, after = run(model, prompt_ids(20), 30, **call)
-        assert out.sequences.tolist() == expected.sequences.tolist()
-        assert torch.equal(after, state)
-        assert out.ddtree_stats.path.startswith("compiled")
-    assert len(tries) == 2  # compiled and not; the second call knows
-    first = out.ddtree_stats.trees[0].tree
-    monkeypatch.undo()
-    plain, _ = run(model, prompt_ids(20), 30, **call)
-    assert torch.equal(first.token_ids, plain.ddtree_stats.trees[0].tree.token_ids)
-
-
 @pytest.fixture
 def knowing(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Steps whose drafts know the text, with the right token first, second or third."""
 
     def use(text: torch.Tensor) -> None:
         known, at = text[0].tolist(), [0]
-        original = compiled.BlockDraft.hidden_states
+        original = round_graph.BlockDraft.hidden_states
 
-        def hidden_states(self: compiled.BlockDraft, features: Any, count: torch.Tensor) -> torch.Tensor:
-            at[0] = int(self.rounds.position + count) + 1
-            return original(self, features, count)
+        def hidden_states(self: round_graph.BlockDraft, features: Any, new: torch.Tensor) -> torch.Tensor:
+            at[0] = int(self.kind.state.position) + 1
+            return original(self, features, new)
 
         def candidates(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
             rows = [list(range(4, 4 + width)) for _ in range(logits.shape[1])]
@@ -157,8 +137,8 @@ def knowing(monkeypatch: pytest.MonkeyPatch) -> Any:
             log_probs = torch.log_softmax(-torch.arange(width, dtype=torch.float32), 0)
             return torch.tensor([rows]), log_probs.expand(1, len(rows), width)
 
-        monkeypatch.setattr(compiled.BlockDraft, "hidden_states", hidden_states)
-        monkeypatch.setattr(compiled, "best_candidates", candidates)
+        monkeypatch.setattr(round_graph.BlockDraft, "hidden_states", hidden_states)
+        monkeypatch.setattr(round_graph, "best_candidates", candidates)
 
     return use
 
@@ -181,7 +161,7 @@ def test_paths_are_kept_and_buffers_used_again(knowing: Any, options: dict[str, 
         assert torch.equal(after, state)
         assert out.ddtree_stats.mean_acceptance_length > 2
         assert_trees_spell(out, prompt)
-        built.append(list(model.__dict__["_hf_ddtree_state"].buffers.rounds.values()))
+        built.append(list(kinds(model).values()))
     assert built[0][-1] is built[1][-1]  # of whatever length
 
 
@@ -193,7 +173,7 @@ def test_layers_alike_are_compiled_once(stepped: None, monkeypatch: pytest.Monke
     shadow._compiled_forward.cache_clear()
     monkeypatch.setattr(shadow.torch, "compile", functools.partial(torch.compile, backend=counter))
     monkeypatch.setattr(capture, "_on_one_gpu", lambda devices: None)
-    monkeypatch.setattr(recorded.Recorded, "capture", lambda self: None)
+    monkeypatch.setattr(round_graph.Recorded, "capture", lambda self: None)
     model = tiny_target("qwen3")
     drafter = tiny_drafter(model)
     for budget, graphs in ((9, 2), (9, 2), (20, 3)):  # the target's layer and the drafter's, then the target's again
@@ -213,11 +193,11 @@ def test_a_capture_that_fails_leaves_the_rounds_to_plain_launches(
 ) -> None:
     tries = []
 
-    def fail(self: compiled.Step) -> None:
-        tries.append(self.round())  # as far as it came
+    def fail(self: round_graph.RoundGraph) -> None:
+        tries.append(self.record())  # as far as it came
         raise torch.OutOfMemoryError("no room\nfor details")
 
-    monkeypatch.setattr(compiled.Step, "capture", fail)
+    monkeypatch.setattr(round_graph.RoundGraph, "capture", fail)
     monkeypatch.setattr(capture, "_release", lambda device: None)
     model = tiny_target("qwen3")
     drafter = tiny_drafter(model)
@@ -232,10 +212,10 @@ def test_a_capture_that_fails_leaves_the_rounds_to_plain_launches(
 
 @pytest.mark.usefixtures("stepped")
 def test_what_cannot_be_compiled_is_captured_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: compiled.Step) -> None:
+    def fail(self: round_graph.RoundGraph) -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(compiled.Step, "compile", fail)
+    monkeypatch.setattr(round_graph.RoundGraph, "compile", fail)
     monkeypatch.setattr(capture, "_release", lambda device: None)
     model = tiny_target("qwen3")
     expected, state = run(model, prompt_ids(20), 30, **SAMPLING)
@@ -263,13 +243,13 @@ def test_a_step_serves_a_turn_that_goes_on_and_leaves_the_drafters_context() -> 
 def test_rows_are_forgotten_with_their_step() -> None:
     model = tiny_target("llama")
     gc.collect()
-    before = len(shadow._ROWS)
+    before = len(attention._ROWS)
     run(model, prompt_ids(5), 9, assistant_model=tiny_drafter(model), ddtree={"budget": 7}, **GREEDY)
-    # The target's four layers for prompts and in a step, the drafter's two in start and step.
-    assert len(shadow._ROWS) == before + 12
+    # The target's four layers for prompts and in a round, and the drafter's two.
+    assert len(attention._ROWS) == before + 10
     release_buffers(model)
     gc.collect()
-    assert len(shadow._ROWS) == before
+    assert len(attention._ROWS) == before
 
 
 @pytest.mark.usefixtures("stepped")
@@ -277,14 +257,14 @@ def test_rows_are_forgotten_with_their_step() -> None:
 def test_graphs_are_gone_before_the_next_need_their_memory(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without waiting for the garbage collector, which comes when it likes."""
     alive: list[weakref.ref[Any]] = []
-    original = compiled.Rounds.__init__
+    original = round_graph.RoundKind.__init__
 
-    def init(self: compiled.Rounds, *args: Any) -> None:
+    def init(self: round_graph.RoundKind, *args: Any) -> None:
         assert all(other() is None for other in alive)
         alive.append(weakref.ref(self))
         original(self, *args)
 
-    monkeypatch.setattr(compiled.Rounds, "__init__", init)
+    monkeypatch.setattr(round_graph.RoundKind, "__init__", init)
     model = tiny_target("llama")
     call = GREEDY | {"assistant_model": tiny_drafter(model), "ddtree": {"budget": 7}}
     monkeypatch.setattr("hf_ddtree.tree_cache._MOST_AHEAD", 64)
@@ -309,7 +289,7 @@ def test_weights_that_moved_get_another_step_and_weights_changed_in_place_do_not
     drafter = tiny_drafter(model)
     call = GREEDY | {"assistant_model": drafter, "ddtree": True}
     run(model, prompt_ids(5), 9, **call)
-    steps = model.__dict__["_hf_ddtree_state"].buffers.rounds
+    steps = kinds(model)
     (first,) = steps.values()
     for change, same in ((lambda p: p.data.mul_(1.1), True), (lambda p: setattr(p, "data", p.data * 1.1), False)):
         for parameter in model.parameters():
@@ -325,7 +305,7 @@ def test_attention_that_a_step_does_not_know_is_not_guessed() -> None:
     module = torch.nn.Module()
     for argument in ({"dropout": 0.1}, {"position_bias": torch.zeros(3)}):
         with pytest.raises(NotImplementedError, match=next(iter(argument))):
-            shadow.attend(module, rows, rows, rows, None, position_ids=torch.arange(3), use_cache=False, **argument)
+            attention.attend(module, rows, rows, rows, None, position_ids=torch.arange(3), use_cache=False, **argument)
 
 
 def test_shadows_share_weights_and_nothing_else() -> None:
@@ -335,7 +315,7 @@ def test_shadows_share_weights_and_nothing_else() -> None:
     assert [p.data_ptr() for p in twin.parameters()] == [p.data_ptr() for p in model.parameters()]
     assert not {id(m) for m in twin.modules()} & {id(m) for m in model.modules()}
     assert not any(m._forward_hooks for m in twin.modules())
-    assert twin.config._attn_implementation == shadow.ATTENTION
+    assert twin.config._attn_implementation == attention.ATTENTION
     assert model.config._attn_implementation == "sdpa"
     tied = tiny_target("llama", tie_word_embeddings=True)
     twin = shadow.shadow(tied)
@@ -387,11 +367,11 @@ def test_short_calls_and_small_trees_of_deep_blocks(prompt: int, new: int, budge
 def test_no_node_lies_beyond_the_last_position(prompt: int, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in steps, nor in the plain rounds where a step could not be captured."""
 
-    def fail(self: compiled.Step) -> None:
+    def fail(self: round_graph.RoundGraph) -> None:
         raise RuntimeError("no graph")
 
     if fails:
-        monkeypatch.setattr(compiled.Step, "capture", fail)
+        monkeypatch.setattr(round_graph.RoundGraph, "capture", fail)
         monkeypatch.setattr(capture, "_release", lambda device: None)
     config = GPT2Config(
         vocab_size=211, n_embd=48, n_layer=4, n_head=4, n_positions=64, initializer_range=0.5, eos_token_id=None
@@ -437,9 +417,9 @@ def test_what_a_graph_has_baked_in_is_captured_anew_when_it_changes(change: Any)
 def test_rows_of_another_shape_than_the_keys_are_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a cache keeps what keys are made of."""
     monkeypatch.setattr(capture, "_release", lambda device: None)
-    original = compiled.give_rows
+    original = round_graph.give_rows
     monkeypatch.setattr(
-        compiled,
+        round_graph,
         "give_rows",
         lambda owner, layer, rows: original(owner, layer, rows._replace(keys=rows.keys[:, :1], values=rows.values)),
     )
@@ -458,7 +438,7 @@ def test_rows_that_rounds_wrote_are_cleared() -> None:
 
 
 @pytest.mark.usefixtures("stepped")
-@pytest.mark.parametrize("what", ["streamer", "start", "step"])
+@pytest.mark.parametrize("what", ["streamer", "graph"])
 def test_rows_are_cleared_after_what_failed_too(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Streamer:
         def __init__(self) -> None:
@@ -472,7 +452,7 @@ def test_rows_are_cleared_after_what_failed_too(what: str, monkeypatch: pytest.M
         def end(self) -> None:
             pass
 
-    def fail(self: recorded.Recorded) -> None:
+    def fail(self: round_graph.Recorded) -> None:
         self.rehearse()
         raise RuntimeError("no graph")
 
@@ -483,7 +463,7 @@ def test_rows_are_cleared_after_what_failed_too(what: str, monkeypatch: pytest.M
         with pytest.raises(KeyError, match="mine"):
             run(model, prompt_ids(8), 40, streamer=Streamer(), **(call | {"ddtree": DDTreeConfig(budget=40)}))
     else:
-        monkeypatch.setattr(compiled.Start if what == "start" else compiled.Step, "capture", fail)
+        monkeypatch.setattr(round_graph.RoundGraph, "capture", fail)
         run(model, prompt_ids(8), 3, **call)
     assert_cleared(model)
 
@@ -500,7 +480,7 @@ def test_other_experts_need_other_graphs() -> None:
         expected, _ = run(model, prompt_ids(20), 30, **GREEDY)
         out, _ = run(model, prompt_ids(20), 30, assistant_model=drafter, ddtree={"budget": 7}, **GREEDY)
         assert out.sequences.tolist() == expected.sequences.tolist()
-        kept.append(list(model.__dict__["_hf_ddtree_state"].buffers.rounds.values())[-1])
+        kept.append(list(kinds(model).values())[-1])
     assert len(set(map(id, kept))) > 1 and kept[0] is not kept[1] is not kept[2]
 
 
@@ -508,7 +488,7 @@ def test_other_experts_need_other_graphs() -> None:
 def test_calls_of_many_kinds_in_turn_find_their_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when methods are compared, prompt by prompt."""
     captured = []
-    monkeypatch.setattr(compiled.Step, "capture", lambda self: captured.append(self.nodes))
+    monkeypatch.setattr(round_graph.RoundGraph, "capture", lambda self: captured.append(self.nodes))
     model = tiny_target("llama")
     drafter = tiny_drafter(model)
     kinds = [{"budget": budget} for budget in (3, 5, 7, 0)]

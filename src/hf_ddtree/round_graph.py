@@ -1,0 +1,416 @@
+"""Rounds recorded as CUDA graphs: the steps of a round over shadows of target and drafter, in fixed shapes.
+
+Nothing of them touches the models themselves. Graphs of several sizes share what their kind of call has in common.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from transformers.generation.logits_process import LogitsProcessorList
+
+from .anatomy import cache_index, decoder_layers, layer_kinds
+from .attention import Rows, each_attends_once, give_rows
+from .candidate_generator import DDTreeCandidateGenerator, best_candidates, draft_logits, embed_tokens
+from .draft_tree import DraftTree, TreeKind, TreeRows, build_tree
+from .logits_process import Noise, device_walk
+from .shadow import compile_layers, shadow
+from .state import DecodingState, Path
+from .tree_cache import TreeCache
+from .verifier import Constants, FeatureTaps, Verification
+
+
+class GraphMemory:
+    """What graphs share of which one runs at a time, and none keeps anything in it."""
+
+    def __init__(self) -> None:
+        self.stream: Any | None = None
+        self.pool: Any | None = None
+
+
+class Recorded:
+    """
+    Work on the device alone, recorded as a CUDA graph.
+
+    Args:
+        device: A CUDA device, or any if it is not captured.
+        memory: Of the graph.
+    """
+
+    def __init__(self, device: torch.device, memory: GraphMemory) -> None:
+        self.device, self.memory = device, memory
+        self.graph: Any | None = None
+        self.path = ""  # how it runs, for the statistics
+
+    def compile(self) -> None:
+        """Compile the layers."""
+        raise NotImplementedError
+
+    def record(self) -> None:
+        """Do the work, operation by operation."""
+        raise NotImplementedError
+
+    def touch(self) -> None:
+        """Note the rows that are written."""
+        raise NotImplementedError
+
+    def restored(self) -> AbstractContextManager[None]:
+        """Leave all as it was before."""
+        raise NotImplementedError
+
+    def replay(self) -> None:
+        """Do the work, by the graph if there is one."""
+        self.touch()  # ahead of all that can fail: calls clear what earlier ones have written
+        if self.graph is None:
+            self.record()
+        else:
+            self.graph.replay()
+
+    def rehearse(self) -> None:
+        """Do the work, and leave the state and the generator as they were before."""
+        self.touch()
+        with self.restored():
+            self.record()
+
+    def capture(self) -> None:
+        """Record the work as a CUDA graph."""
+        memory, current = self.memory, torch.cuda.current_stream(self.device)
+        memory.stream = stream = memory.stream or torch.cuda.Stream(self.device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles, and lets libraries allocate what they need
+                self.rehearse()
+        current.wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with _own_workspaces(), torch.cuda.graph(graph, memory.pool, stream, capture_error_mode="thread_local"):
+            self.record()
+        memory.pool = graph.pool()
+        self.graph = graph
+
+
+class ShadowTarget:
+    """
+    A target whose layers attend to a cache's rows.
+
+    Args:
+        model: The target, or a shadow of it.
+        layer_ids: Tap layers.
+        cache: The rows; its buffers are there already.
+        committed: `(1, capacity)` bool, False for rows that hold padding.
+        visible, depths: What the layers see of a forward's rows, as in `Rows`; written before each.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layer_ids: Iterable[int],
+        cache: TreeCache,
+        committed: torch.Tensor,
+        visible: torch.Tensor,
+        depths: torch.Tensor,
+    ) -> None:
+        self.model = shadow(model)
+        self.layers = decoder_layers(self.model)
+        self.taps = FeatureTaps(self.model, tuple(layer_ids))
+        self.visible, self.depths = visible, depths
+        kinds = layer_kinds(model.config.get_text_config(decoder=True))
+        self.kinds = dict(kinds)
+        length = cache.count.tensor
+        for place, (layer, (_, window)) in enumerate(zip(self.layers, kinds, strict=True)):
+            own = cache.layers[cache_index(layer, place)]
+            give_rows(self, layer, Rows(own.keys, own.values, length, committed, visible, depths, depths, window))
+        # What layers see is told by rows; 4D masks are passed on as they are.
+        unused = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=depths.device)
+        self.mask = dict.fromkeys(self.kinds, unused) if len(self.kinds) > 1 else unused
+
+    def compile(self) -> None:
+        rows = self.depths.shape[1]
+        compile_layers(self.layers, rows, join_linears=self.depths.device.type == "cuda")
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, constants: Constants | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run tokens at positions, both `(1, N)`. Returns logits `(1, N, V)` and features `(1, N, taps * H)`."""
+        constants = constants or Constants({})
+        with self.taps.recording() as chunks, each_attends_once(self.layers):
+            output = self.model(
+                input_ids=token_ids,
+                position_ids=constants.place(positions),
+                attention_mask=self.mask,
+                use_cache=False,
+                return_dict=True,
+                **constants.of_rows(token_ids.shape[1]),
+            )
+        return output.logits, torch.cat([parts[0] for parts in chunks.values()], dim=-1)
+
+
+class RoundKind:
+    """
+    What graphs of all sizes share that serve calls of one kind, and those graphs.
+
+    Args:
+        source: The drafter's generator, with the target.
+        cache: The target's rows, prefilled.
+        state: Where decoding stands.
+        processors: Row-wise ones.
+        do_sample: Sample, or take the best.
+        constants: A call's; those of the calls that follow have the same shapes.
+        ends: Tokens that end a text; other calls have as many.
+    """
+
+    def __init__(
+        self,
+        source: DDTreeCandidateGenerator,
+        cache: TreeCache,
+        state: DecodingState,
+        processors: LogitsProcessorList,
+        do_sample: bool,
+        constants: Constants,
+        ends: list[int],
+    ) -> None:
+        # Not the models themselves, which keep this.
+        self.target, self.drafter, self.layer_ids = shadow(source.target), shadow(source.drafter), source.layer_ids
+        self.cache, self.context, self.state, self.processors = cache, source.cache, state, processors
+        self.nodes, self.depth, self.block = source.nodes, source.max_depth, source.block_size
+        self.candidates = max(1, source.candidates)
+        self.device, self.dtype = source.device, source.dtype
+        self.noise = Noise(self.device) if do_sample else None
+        self.most = min(self.depth, self.nodes) + 1  # tokens that a round can commit
+        self.graphs: dict[int, RoundGraph] = {}  # by the number of nodes
+        self.failed: dict[int, str] = {}  # and what runs instead, where that failed
+        self.memory = GraphMemory()
+        self.build_tree, self.find_rows = tree_functions(source.config.tree, self.nodes, self.device)
+        self.constants = constants.clone()
+        self.ends = self.zeros(len(ends))
+        self.committed = torch.ones(1, cache.capacity, dtype=torch.bool, device=self.device)
+        self.context_committed = torch.ones(1, self.context.capacity, dtype=torch.bool, device=self.device)
+
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=self.device)
+
+    def begin(self, prompt_mask: torch.Tensor | None, constants: Constants, ends: list[int]) -> None:
+        """Take over what a call brings.
+
+        Args:
+            prompt_mask: `(1, slots)` bool, False for padding.
+            constants, ends: The call's.
+        """
+        self.committed.fill_(True)
+        if prompt_mask is not None:
+            self.committed[:, : prompt_mask.shape[1]] = prompt_mask
+        self.constants.copy_(constants)
+        self.ends.copy_(torch.tensor(ends, dtype=torch.int64))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Leave the state, and the generator, as they were before."""
+        with self.state.restored():
+            if self.noise is not None:
+                self.noise.begin()
+            try:
+                yield
+            finally:
+                if self.noise is not None:
+                    self.noise.give_back(0)
+
+    def ready(self, nodes: int) -> RoundGraph | None:
+        """The graph of rounds of this size, if there is one."""
+        return self.graphs.get(min(nodes, self.nodes))
+
+    def fits(self) -> bool:
+        """Whether the buffers hold another round."""
+        return (
+            self.cache.length + self.nodes + 1 <= self.committed.shape[1]  # not the buffers', which may have grown
+            and self.context.length + self.most + self.block <= self.context_committed.shape[1]
+        )
+
+
+class BlockDraft:
+    """
+    The draft of a round: a block behind the context and the last round's features, and the tree of its distributions.
+
+    Args:
+        kind: Of the calls that it serves.
+        target: With the embedding and the output head.
+        nodes: Of the tree.
+    """
+
+    def __init__(self, kind: RoundKind, target: Any, nodes: int) -> None:
+        self.kind, self.target, self.nodes = kind, target, nodes
+        self.drafter = shadow(kind.drafter)
+        self.token_ids = kind.zeros(1, kind.block) + self.drafter.config.mask_token_id
+        # Context, of which the first rows count, then the block, which lies right behind those.
+        self.steps, self.places = (torch.arange(end, device=kind.device)[None] for end in (kind.most, kind.block))
+        self.column_depths = torch.arange(kind.most + kind.block, device=kind.device)[None]
+        self.depths = self.column_depths[:, kind.most :]
+        self.no_mask = kind.zeros(1, 1, 1, 1, dtype=kind.dtype)  # which layers are told by rows
+        # What the layers see, by whether they are causal and by their windows.
+        self.visible: dict[tuple[bool, int | None], torch.Tensor] = {}
+        length = kind.state.context_length.tensor
+        for place, layer in enumerate(self.drafter.layers):
+            own = kind.context.layers[cache_index(layer, place)]
+            causal, window = self.drafter.config.layer_is_causal(place), layer.self_attn.sliding_window
+            if (causal, window) not in self.visible:
+                self.visible[causal, window] = self._visible(causal, window)
+            of_layer = Rows(
+                own.keys, own.values, length, kind.context_committed, self.visible[causal, window],
+                self.depths, self.column_depths,
+                window if causal or window is None else window + 1,  # to both sides, the row itself not counted
+            )  # fmt: skip
+            give_rows(self, layer, of_layer)
+
+    def _visible(self, causal: bool, window: int | None) -> torch.Tensor:
+        """Who sees what in the block; of the context each round says how much there is."""
+        ahead = self.places[:, None] - self.places[:, :, None]
+        visible = ahead <= (0 if causal else self.kind.block if window is None else window)
+        return torch.nn.functional.pad(visible, (self.kind.most, 0))
+
+    def compile(self) -> None:
+        compile_layers(self.drafter.layers, self.kind.block, join_linears=self.kind.device.type == "cuda")
+
+    def draft(self, state: DecodingState) -> DraftTree:
+        """Make the last round's features context, draft the next block, and build its tree."""
+        kind, new = self.kind, state.new.tensor
+        hidden = self.hidden_states(state.features[:, : kind.most], new)
+        candidates = best_candidates(draft_logits(self.target, hidden, self.drafter), min(self.nodes, kind.candidates))
+        state.context_length.tensor.add_(new)
+        new.zero_()
+        tree: DraftTree = kind.build_tree(*candidates, self.nodes)
+        return tree
+
+    def hidden_states(self, features: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Of the drafted places, `(1, depth, H)`, behind the context and the first `new (1,)` rows of features."""
+        state = self.kind.state
+        for visible in self.visible.values():
+            visible[:, :, : self.kind.most] = self.steps[:, None] < new[:, None, None]
+        torch.add(new[:, None], self.places, out=self.depths)
+        self.token_ids[:, :1] = state.root
+        output = self.drafter(
+            noise_embeds=embed_tokens(self.target, self.token_ids, self.drafter).to(self.kind.dtype),
+            context_hidden_states=features,
+            position_ids=(state.position - new)[:, None] + self.column_depths,
+            attention_mask=self.no_mask,
+        )
+        hidden: torch.Tensor = output.last_hidden_state[:, 1 : self.kind.depth + 1]
+        return hidden
+
+
+class RoundGraph(Recorded):
+    """
+    A round of one size, from the draft to what is kept.
+
+    Args:
+        kind: Of the calls that it serves.
+        nodes: Of its tree. With 0 nothing is drafted, and features wait until something is.
+        decode_round: The algorithm, over these steps.
+    """
+
+    def __init__(self, kind: RoundKind, nodes: int, decode_round: Callable[..., tuple[DraftTree, Path]]) -> None:
+        super().__init__(kind.device, kind.memory)
+        self.kind, self.cache, self.decode_round = kind, kind.cache, decode_round
+        self.none = kind.zeros(1, 0)
+        self.tree = DraftTree(self.none, self.none, self.none, self.none.float())
+        if nodes:
+            blank = kind.zeros(1, kind.depth, min(nodes, kind.candidates))
+            nodes = kind.build_tree(blank, blank.float(), nodes).token_ids.shape[1]
+        self.nodes = nodes
+        self.most = min(kind.depth, nodes) + 1  # tokens that it can commit
+        rows = nodes + 1
+        visible, depths = kind.zeros(1, rows, rows, dtype=torch.bool), kind.zeros(1, rows)
+        self.target = ShadowTarget(kind.target, kind.layer_ids, kind.cache, kind.committed, visible, depths)
+        self.block_draft = BlockDraft(kind, self.target.model, nodes) if nodes else None
+        self.kept: Path | None = None  # what the last round chose
+        self.verified: Verification | None = None  # for the first replay, which is compared
+
+    def compile(self) -> None:
+        self.target.compile()
+        if self.block_draft is not None:
+            self.block_draft.compile()
+
+    def touch(self) -> None:
+        self.cache.touch(self.nodes + 1)
+        self.kind.context.touch(self.kind.most + self.kind.block)
+
+    def restored(self) -> AbstractContextManager[None]:
+        return self.kind.restored()
+
+    def record(self) -> None:
+        self.tree, self.kept = self.decode_round(self, self.kind.state, self.nodes)
+
+    def run(self) -> tuple[DraftTree, Path]:
+        """Run a round on the device. Returns the tree that it verified, and what it kept."""
+        state = self.kind.state
+        if self.kind.noise is not None:
+            self.kind.noise.begin()
+        self.replay()
+        if self.nodes:
+            state.context_length.host += state.new.host
+            state.new.host = 0
+        assert self.kept is not None
+        return self.tree, self.kept
+
+    @torch.no_grad()
+    def draft(self, state: DecodingState, nodes: int) -> DraftTree:
+        """The tree behind the root; without nodes nothing is drafted."""
+        return self.tree if self.block_draft is None else self.block_draft.draft(state)
+
+    @torch.no_grad()
+    def verify(self, state: DecodingState, tree: DraftTree) -> Verification:
+        """One forward of the target over the tree."""
+        rows = self.kind.find_rows(tree)
+        self.target.visible.copy_(rows.ancestors)
+        self.target.depths.copy_(rows.depths)
+        self.cache.open(rows)
+        # No node is placed where none of them can be.
+        ahead = torch.minimum(rows.depths, state.room[:, None] - 1)
+        token_ids = torch.cat([state.root, tree.token_ids], dim=1)
+        logits, features = self.target.forward(token_ids, state.position[:, None] + ahead, self.kind.constants)
+        self.verified = Verification(logits, features, rows, None)
+        return self.verified
+
+    def choose(self, state: DecodingState, tree: DraftTree, verified: Verification) -> Path:
+        """The path that plain decoding would have taken."""
+        kind = self.kind
+        path, finished = device_walk(
+            verified.logits, tree, verified.rows, state.room, kind.ends, kind.processors, kind.noise, self.most
+        )
+        state.finished.copy_(finished)
+        return path
+
+
+def tree_functions(
+    kind: TreeKind, nodes: int, device: torch.device
+) -> tuple[Callable[..., DraftTree], Callable[[DraftTree], TreeRows]]:
+    """How to build a tree from candidates, and to find its rows: one launch each where Triton runs.
+
+    A chain is the best tree of one candidate a depth.
+    """
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from . import draft_tree_kernel as kernel
+
+        def find_rows(tree: DraftTree) -> TreeRows:
+            return TreeRows(*kernel.ancestors_triton(tree.parents, tree.depths), tree.parents)
+
+        if nodes <= kernel.MAX_BUDGET:
+            build = functools.partial(build_tree, kind) if kind == "static" else kernel.best_first_tree_triton
+            return build, find_rows
+    return functools.partial(build_tree, kind), TreeRows.of
+
+
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Have cuBLAS allocate its workspaces in the graph's memory.
+
+    Those that torch keeps for a stream would do, but whoever captures other graphs, as `torch.compile` does, frees
+    them, and a replay would write to what belongs to others by then.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
