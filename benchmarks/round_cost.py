@@ -12,11 +12,11 @@ import argparse
 import contextlib
 import itertools
 import json
+import pathlib
 import platform
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.initialization import no_init_weights
 
 import hf_ddtree
-from hf_ddtree import DDTreeConfig, DFlashConfig, DFlashDraftModel, capture, compiled
+from hf_ddtree import DDTreeConfig, DFlashConfig, DFlashDraftModel, capture, logits_process, round_graph
+from hf_ddtree.state import Path
 from timing import copy_bandwidth, synchronize
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -75,7 +76,7 @@ class Script:
 
     def __init__(self, device: torch.device) -> None:
         self.length = torch.ones((), dtype=torch.int64, device=device)
-        best_candidates, follow = compiled.best_candidates, compiled.follow
+        best_candidates, follow = round_graph.best_candidates, logits_process.follow
 
         def peaked(logits: torch.Tensor, candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
             token_ids, log_probs = best_candidates(logits, candidates)
@@ -93,7 +94,7 @@ class Script:
             rows, tokens = follow(torch.where(goes_on, token, -1 - choices), tree, ancestors, depths, most)
             return rows, tokens.clamp(min=0)
 
-        compiled.best_candidates, compiled.follow = peaked, follow_path
+        round_graph.best_candidates, logits_process.follow = peaked, follow_path
 
 
 def count_captures() -> list[int]:
@@ -113,20 +114,20 @@ def count_captures() -> list[int]:
 def timed_rounds() -> Iterator[list[tuple[float, float]]]:
     """(end of round, seconds waited for the device in it), a round."""
     times: list[tuple[float, float]] = []
-    original = compiled.Rounds.fetch
+    original = Path.fetch
 
-    def fetch(self: Any) -> list[float]:
+    def fetch(self: Path) -> list[int]:
         start = time.perf_counter()
         result = original(self)
         end = time.perf_counter()
         times.append((end, end - start))
         return result
 
-    compiled.Rounds.fetch = fetch
+    Path.fetch = fetch
     try:
         yield times
     finally:
-        compiled.Rounds.fetch = original
+        Path.fetch = original
 
 
 def round_ms(
@@ -201,7 +202,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--execution", default="auto", help="see DDTreeConfig")
     parser.add_argument("--no-static", action="store_true", help="leave out stock compiled decoding")
     parser.add_argument("--profile", action="store_true", help="list a round's kernels by time")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--json", type=pathlib.Path, help="write all figures there")
     arguments = parser.parse_args(argv)
 
     cuda = torch.cuda.is_available()
@@ -260,11 +261,11 @@ def main(argv: list[str] | None = None) -> None:
     script.length.fill_(1)
     if cuda and arguments.profile:
         round_ms(target, drafter, prompt(512), 1, 2, ddtree=DDTreeConfig(budget=63), do_sample=False)
-        rounds = list(target.__dict__["_hf_ddtree_state"].buffers.rounds.values())[-1]
-        step = rounds.steps[63]
+        own = target.__dict__["_hf_ddtree_state"].buffers.of(drafter)
+        graph = list(own.kinds.values())[-1].graphs[63].graph
         with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
             for _ in range(10):
-                step.graph.replay()
+                graph.replay()
             synchronize()
         print(recorded.key_averages().table(sort_by="cuda_time_total", row_limit=45, max_name_column_width=70))
     if cuda:
@@ -278,7 +279,7 @@ def main(argv: list[str] | None = None) -> None:
         ours = most_memory(target, ids, max_new_tokens=slots - 512 - 64, **trees)
         kept = target.__dict__["_hf_ddtree_state"].buffers
         assert kept.cache.capacity == slots
-        context = sum(2 * layer.keys.numel() * layer.keys.element_size() for layer in kept.context.layers)
+        context = sum(2 * layer.keys.numel() * layer.keys.element_size() for layer in kept.of(drafter).context.layers)
         del kept
         hf_ddtree.release_buffers(target)
         stock = most_memory(target, ids, max_new_tokens=8, cache_implementation="static", max_cache_len=slots)

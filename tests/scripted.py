@@ -26,7 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from hf_ddtree import DDTreeCandidateGenerator, DFlashConfig, DFlashDraftModel
+from hf_ddtree import DDTreeCandidateGenerator, DFlashConfig, DFlashDraftModel, round_graph
 from hf_ddtree.draft_tree import DraftTree, TreeRows
 from hf_ddtree.state import Path
 from hf_ddtree.tree_cache import TreeCache
@@ -108,11 +108,8 @@ def tiny_drafter(target: PreTrainedModel, seed: int = 1, block_size: int = 8, **
     torch.manual_seed(seed)
     config = DFlashConfig.from_target(
         target.config,
-        target_layer_ids=[0, 2],
-        mask_token_id=3,
+        **{"target_layer_ids": [0, 2], "mask_token_id": 3, "num_hidden_layers": 2} | overrides,
         block_size=block_size,
-        num_hidden_layers=2,
-        **overrides,
     )
     return DFlashDraftModel(config).eval()
 
@@ -139,14 +136,8 @@ def scripted(text: torch.Tensor | Sequence[int], hit: float, seed: int = 0, voca
     def uniform() -> float:
         return float(torch.rand((), generator=generator))
 
-    original = DDTreeCandidateGenerator.propose
-
-    def propose(
-        self: DDTreeCandidateGenerator, root: torch.Tensor, position: torch.Tensor, depth: int, candidates: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        original(self, root, position, depth, candidates)
+    def draft(start: int, depth: int, candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
         width = min(candidates, vocab)
-        start = int(position) + 1
         token_ids = torch.stack([torch.randperm(vocab, generator=generator)[:width] for _ in range(depth)])
         for d in range(depth):
             truth = known[start + d] if start + d < len(known) else None
@@ -160,10 +151,26 @@ def scripted(text: torch.Tensor | Sequence[int], hit: float, seed: int = 0, voca
                 token_ids[d, there[0, 0]] = token_ids[d, rank]
             token_ids[d, rank] = truth
         log_probs = torch.log_softmax(-torch.arange(width, dtype=torch.float32) * (0.5 + 3 * hit), dim=0)
-        return token_ids[None].to(root.device), log_probs.expand(1, depth, width).to(root.device)
+        return token_ids[None], log_probs.expand(1, depth, width)
+
+    launched, recorded = DDTreeCandidateGenerator.propose, round_graph.BlockDraft.hidden_states
+    starts = [0]
+
+    def propose(
+        self: DDTreeCandidateGenerator, root: torch.Tensor, position: torch.Tensor, depth: int, candidates: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        launched(self, root, position, depth, candidates)
+        token_ids, log_probs = draft(int(position) + 1, depth, candidates)
+        return token_ids.to(root.device), log_probs.to(root.device)
+
+    def hidden_states(self: round_graph.BlockDraft, features: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        starts[0] = int(self.kind.state.position) + 1
+        return recorded(self, features, new)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DDTreeCandidateGenerator, "propose", propose)
+        patch.setattr(round_graph.BlockDraft, "hidden_states", hidden_states)
+        patch.setattr(round_graph, "best_candidates", lambda logits, width: draft(starts[0], logits.shape[1], width))
         yield
 
 

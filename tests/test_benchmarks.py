@@ -14,12 +14,12 @@ import round_cost
 import smollm2
 import speed
 from evaluation_summary import summarize
-from hf_ddtree import DFlashConfig, DFlashDraftModel, capture, compiled
+from hf_ddtree import DFlashConfig, DFlashDraftModel, capture, logits_process, round_graph
 
 
 @pytest.mark.usefixtures("stepped")
 def test_a_rounds_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((compiled, "best_candidates"), (compiled, "follow"), (capture, "_capture")):
+    for module, name in ((round_graph, "best_candidates"), (logits_process, "follow"), (capture, "_capture")):
         monkeypatch.setattr(module, name, getattr(module, name))  # the script replaces them
     report = tmp_path / "round_cost.json"
     options = ["--budgets", "63", "7", "--contexts", "40", "20", "--accepted", "1", "4", "--rounds", "5"]

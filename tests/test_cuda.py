@@ -12,8 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StaticCache
 
-from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, DFlashDraftModel, compiled, recorded
-from hf_ddtree import prompt as prompts
+from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, DFlashDraftModel, round_graph
 from hf_ddtree.compat import CACHE_KEY
 from images import FAMILIES as SEEING
 from images import seeing_prompt, tiny_seeing_target
@@ -109,8 +108,7 @@ def test_captured_rounds_are_plain_decodings(target: PreTrainedModel, options: d
 
 @pytest.mark.parametrize("budget", ["auto", [0, 15, 0, 0, 63, 31, 7, 0, 127] * 20, 0], ids=["auto", "mixed", "none"])
 @pytest.mark.parametrize("options", [GREEDY, SAMPLING], ids=["greedy", "warped"])
-def test_graphs_of_several_sizes(budget: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_ddtree.budget.CAPTURE_SHARE", float("inf"))
+def test_graphs_of_several_sizes(budget: Any, options: dict[str, Any]) -> None:
     model = tiny_target("qwen2_mixed").cuda()
     drafter = tiny_drafter(model, block_size=16).cuda()
     config = DDTreeConfig(budget=budget, execution="captured")
@@ -217,15 +215,14 @@ def test_half_precision_runs(dtype: torch.dtype) -> None:
 
 
 def test_a_capture_that_fails_on_its_way_leaves_the_generator_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = recorded.forward
+    original = round_graph.ShadowTarget.forward
 
     def forward(*args: Any) -> Any:
         if torch.cuda.is_current_stream_capturing():
             torch.zeros(3, device="cuda").tolist()
         return original(*args)
 
-    for module in (compiled, prompts):
-        monkeypatch.setattr(module, "forward", forward)
+    monkeypatch.setattr(round_graph.ShadowTarget, "forward", forward)
     model = tiny_target("qwen3").cuda()
     drafter = tiny_drafter(model).cuda()
     for options in (SAMPLING, GREEDY, SAMPLING):

@@ -26,6 +26,7 @@ from hf_ddtree.draft_tree import DraftTree, TreeRows, best_first_tree
 from hf_ddtree.logits_process import Noise, commit_path, device_walk, is_row_wise, lazy_walk
 from hf_ddtree.outputs import GenerationRecord
 from hf_ddtree.state import DecodingState, Path
+from hf_ddtree.tree_cache import TreeCache
 from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
 
 V = 12
@@ -83,7 +84,7 @@ def test_both_walks_commit_the_same(do_sample: bool, warpers: list[Any]) -> None
                 path = walk_on_device(logits, tree, record, processors, noise)
             else:
                 path = lazy_walk(logits, tree, record, processors, do_sample)
-            rows, stop = commit_path(path, DecodingState(), record, noise)
+            rows, stop = commit_path(path, DecodingState(), TreeCache([]), record, noise)
             outcomes.append((list(rows), stop, record.input_ids.tolist(), torch.get_rng_state().tolist()))
             lengths.add(len(rows))
         assert outcomes[0] == outcomes[1]
@@ -165,7 +166,7 @@ def test_padding_nodes_are_never_accepted() -> None:
         lambda record: walk_on_device(logits, tree, record, LogitsProcessorList(), None),
     ):
         record = new_record(8, None)
-        assert list(commit_path(walk(record), DecodingState(), record, None)[0]) == [0]
+        assert list(commit_path(walk(record), DecodingState(), TreeCache([]), record, None)[0]) == [0]
 
 
 # -- the distribution ------------------------------------------------------------------------------------------------
@@ -242,7 +243,7 @@ def _lazy(logits: Any, tree: Any, record: Any, processors: Any) -> bool:
 def _on_device(logits: Any, tree: Any, record: Any, processors: Any) -> bool:
     noise = Noise(logits.device)
     path = walk_on_device(logits, tree, record, processors, noise)
-    return commit_path(path, DecodingState(), record, noise)[1]
+    return commit_path(path, DecodingState(), TreeCache([]), record, noise)[1]
 
 
 @pytest.mark.parametrize("walk", [_lazy, _on_device])

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-
-
-def input_device(module: Any, given: torch.device) -> torch.device:
-    """Where a module takes its input: an offloaded one's weight is on "meta", and its hook moves what it is given.
-
-    A quantized module's weight may go by any name.
-    """
-    device: torch.device = next(itertools.chain(module.parameters(), module.buffers())).device
-    return given if device.type == "meta" else device
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:

@@ -14,13 +14,13 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.modeling_outputs import ModelOutput
 
 from . import compat
-from .anatomy import input_device
 from .configuration_ddtree import DDTreeConfig
 from .draft_tree import DraftTree, build_tree
 from .modeling_dflash import DFlashDraftModel
 from .snapshot import Snapshot, take_snapshot
 from .state import DecodingState
 from .tree_cache import DraftCache
+from .verifier import input_device
 
 _MOST_CONTEXT = 2048  # tokens that one drafter pass makes context: its own tensors stay small beside the prompt's
 _MOST_PENDING = 512  # tokens that may wait for the next draft to become context

@@ -13,7 +13,6 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from .acceptance_watch import watch_acceptance
-from .anatomy import input_device
 from .budget import make_budget
 from .candidate_generator import DDTreeCandidateGenerator
 from .capture import find_graph, find_kind, run_prompt, why_not_captured
@@ -29,7 +28,7 @@ from .state import DecodingState, Path
 from .target_state import claim
 from .tree_cache import TreeCache, rows_ahead
 from .validation import check_batch
-from .verifier import Verification, Verifier
+from .verifier import Verification, Verifier, input_device
 
 
 class Round(Protocol):
@@ -168,12 +167,10 @@ def ddtree_decoding(
                         tree, path = graph.run()
                         if config.record_trees:
                             tree = DraftTree(*map(torch.clone, tree))
-                        rows, stop = commit_path(path, state, record, graph.kind.noise)
+                        rows, stop = commit_path(path, state, cache, record, graph.kind.noise)
                 else:
                     tree, path = decode_round(launched, state, nodes, timed)
-                    rows, stop = commit_path(path, state, record, launched.noise)
-                if len(rows) < path.rows.shape[1]:  # kinds of layers whose rows are no list go back with the state
-                    cache.keep(path.first(len(rows)))
+                    rows, stop = commit_path(path, state, cache, record, launched.noise)
                 nodes = nodes if tree.token_ids.shape[1] else 0
                 stats.add_round(nodes, bonus, tree, rows, keep_tree=config.record_trees)
                 budget.observe(nodes, len(rows))

@@ -100,6 +100,14 @@ class _Plan(NamedTuple):
     first_parent: torch.Tensor  # (slots,), where the slots of the depth above begin
 
 
+@functools.cache
+def single_row(device: torch.device) -> TreeRows:
+    """The root alone."""
+    with torch.inference_mode(False):
+        none = torch.zeros(1, 0, dtype=torch.int64, device=device)
+        return TreeRows.of(DraftTree(none, none, none, none.float()))
+
+
 def best_first_tree(token_ids: torch.Tensor, log_probs: torch.Tensor, budget: int) -> DraftTree:
     """DDTree: the `budget` most probable prefixes (arXiv 2604.12989), with depths taken as independent.
 

@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModel, GenerationConfig, PreTrainedConf
 from transformers.generation.utils import GenerationMixin
 from transformers.pipelines import base as pipelines_base
 
-from .anatomy import input_device
 from .compat import CACHE_KEY, warn_if_untested
 from .configuration_ddtree import DDTreeConfig
 from .configuration_dflash import DFlashConfig
@@ -40,6 +39,7 @@ from .validation import (
     check_target,
     is_dflash_drafter,
 )
+from .verifier import input_device
 
 
 @dataclass

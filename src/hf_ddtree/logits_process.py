@@ -17,6 +17,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from .draft_tree import DraftTree, TreeRows
 from .outputs import GenerationRecord
 from .state import DecodingState, Path
+from .tree_cache import TreeCache
 
 # Processors that look at one row of scores and nothing else.
 _ROW_WISE = (
@@ -132,12 +133,12 @@ def device_walk(
 
 
 def commit_path(
-    path: Path, state: DecodingState, record: GenerationRecord, noise: Noise | None
+    path: Path, state: DecodingState, cache: TreeCache, record: GenerationRecord, noise: Noise | None
 ) -> tuple[Sequence[int], bool]:
     """Commit what a round has kept; fetching what the device has chosen is the round's one synchronisation.
 
-    Where less is committed than was kept, the state goes back; then, or where a streamer raises, the generator is left
-    where plain decoding would leave it.
+    Where less is committed than was kept, state and cache go back; then, or where a streamer raises, the generator is
+    left where plain decoding would leave it.
 
     Returns:
         The rows that committed a token, root (0) first, and whether generation ends.
@@ -145,9 +146,8 @@ def commit_path(
     if path.on_host is not None:
         state.moved(len(path.on_host))
         return path.on_host, path.stop
-    assert path.packed is not None
     most, before = path.rows.shape[1], record.length
-    kept, *fetched = path.packed[0].tolist()
+    kept, *fetched = path.fetch()
     try:
         stop = record.commit_path(fetched[most : most + kept], path.token_ids)
     finally:
@@ -155,6 +155,7 @@ def commit_path(
         if noise is not None:
             noise.give_back(count)
     if count < kept:
+        cache.keep(path.first(count))
         state.take_back(path, count)
     state.moved(count)
     return fetched[:count], stop

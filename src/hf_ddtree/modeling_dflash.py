@@ -279,9 +279,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         """
         context = self.hidden_norm(self.fc(context_hidden_states))
         position_embeddings = self.rotary_emb(context, position_ids)
-        for index, layer in enumerate(self.layers):
+        for layer in self.layers:
             attention: Any = layer.self_attn
-            cache.update(*attention.keys_values(context, position_embeddings), index)
+            cache.update(*attention.keys_values(context, position_embeddings), attention.layer_idx)
 
     def _masks(
         self,

@@ -45,6 +45,12 @@ class Path(NamedTuple):
     stop: bool = False
     packed: torch.Tensor | None = None
 
+    def fetch(self) -> list[int]:
+        """The packed path on the host: a round's one wait for the device."""
+        assert self.packed is not None
+        fetched: list[int] = self.packed[0].tolist()
+        return fetched
+
     def first(self, count: int) -> Path:
         """The first `count` rows."""
         return Path(self.rows[:, :count], self.token_ids[:, :count], self.length.clamp(max=count))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,17 +14,14 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from .anatomy import find_decoder, input_device, layer_kinds, row_scale_period
-from .compat import CACHE_KEY, IMAGE_MEASURES
-from .draft_tree import DraftTree, TreeRows
+from .anatomy import find_decoder, layer_kinds, row_scale_period
+from .compat import CACHE_KEY
+from .draft_tree import TreeRows, single_row
+from .prompt_inputs import OUTPUTS, is_text, step_inputs
 from .target_state import uncompiled
 from .tree_cache import TreeCache
 
-_STEP_INPUTS = ("input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict", CACHE_KEY)
-# Token types, and what `generate` gives a new token: the prompt's last, or (in a multimodal model) text.
-_TOKEN_TYPES = {"token_type_ids": torch.clone, "mm_token_type_ids": torch.zeros_like}
 _CHUNKED = ("chunked_attention",)
-_OUTPUTS = ("output_hidden_states", "output_attentions")  # what `generate` passes on to each forward
 
 
 @dataclass
@@ -158,7 +155,7 @@ class Verifier:
         self.config = model.config.get_text_config(decoder=True)
         self.dtype = model.dtype
         self.device = input_device(model.get_input_embeddings(), prompt_device)
-        self.output_kwargs = {name: flag for name, flag in model_kwargs.items() if name in _OUTPUTS}
+        self.output_kwargs = {name: flag for name, flag in model_kwargs.items() if name in OUTPUTS}
         self.prompt_mask: torch.Tensor | None = None  # (B, slots) bool, False where the prompt is padded
         self.scale_period = row_scale_period(self.config)
         kinds = layer_kinds(self.config)
@@ -192,7 +189,7 @@ class Verifier:
         earlier, mask = model_kwargs.get(CACHE_KEY), model_kwargs.get("attention_mask")
         if earlier is not None and earlier.get_seq_length() > 0:
             self.cache.load(earlier)
-        types, placed = self._check_steps(input_ids, model_kwargs)
+        types, placed, self.step_kwargs = step_inputs(self.model, input_ids, model_kwargs, self.device)
         already = self.cache.length
         embeds = model_kwargs.get("inputs_embeds")
         self.cache.reserve(already + (input_ids if embeds is None else embeds).shape[1] + ahead)
@@ -216,8 +213,8 @@ class Verifier:
             return outputs, self._features(chunks, self.cache.length - (0 if self.recomputed else already))
 
         padded = mask is not None and not bool(mask.all())
-        is_text = not (already or types or padded) and _is_text(input_ids, placed, model_kwargs)
-        if run_text is not None and is_text:
+        only_text = not (already or types or padded) and is_text(input_ids, placed, model_kwargs)
+        if run_text is not None and only_text:
             outputs, features = run_text(launch, input_ids, model_kwargs["position_ids"])
         else:
             outputs, features = launch()
@@ -239,48 +236,6 @@ class Verifier:
                 mask[:, : self.prompt_mask.shape[1]] = self.prompt_mask
             positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         return positions[:, -rows:]
-
-    def _check_steps(
-        self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Note what else a step gets; refuse tensors, and positions that do not grow by one with each token.
-
-        Returns:
-            A new token's types, and the position of the prompt's last token in the target.
-
-        Raises:
-            ValueError: `prepare_inputs_for_generation` says so.
-        """
-        token = input_ids if input_ids.shape[1] else input_ids.new_zeros(input_ids.shape[0], 1)  # embeddings: none yet
-        kwargs = {name: value for name, value in model_kwargs.items() if name not in ("inputs_embeds", CACHE_KEY)}
-
-        def prepared(ahead: int) -> dict[str, Any]:
-            moved = kwargs | {"position_ids": model_kwargs["position_ids"] + ahead}
-            inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(token, next_sequence_length=1, **moved)
-            return inputs
-
-        inputs = prepared(0)
-        others = {
-            name: value
-            for name, value in inputs.items()
-            if value is not None and name not in (*_STEP_INPUTS, *_OUTPUTS, *IMAGE_MEASURES)
-        }
-        types = {}
-        for name, of_next in _TOKEN_TYPES.items():
-            if (of_last := others.pop(name, None)) is not None:
-                types[name] = of_next(of_last[..., -1:]).to(self.device)
-        if tensors := [name for name, value in others.items() if isinstance(value, torch.Tensor)]:
-            raise ValueError(f"`ddtree` does not pass `{tensors[0]}` to a step of the target: leave it out.")
-        self.step_kwargs = others
-        places: list[Any] = [step.get("position_ids") for step in (inputs, prepared(1), prepared(2))]
-        if any(place is None for place in places) or not all(
-            torch.equal(place[..., -1:], places[0][..., -1:] + ahead) for ahead, place in enumerate(places)
-        ):
-            raise ValueError(
-                f"{type(self.model).__name__} places tokens by positions of its own "
-                "(`prepare_inputs_for_generation`), which `ddtree` does not know."
-            )
-        return types, places[0][..., -1:].to(self.device)
 
     def plain_step(
         self, input_ids: torch.Tensor, position: torch.Tensor, model_kwargs: dict[str, Any]
@@ -406,24 +361,13 @@ class Verifier:
         return torch.cat([state.to(states[0].device) for state in states], dim=-1)
 
 
-@functools.cache
-def single_row(device: torch.device) -> TreeRows:
-    """The root alone."""
-    with torch.inference_mode(False):
-        none = torch.zeros(1, 0, dtype=torch.int64, device=device)
-        return TreeRows.of(DraftTree(none, none, none, none.float()))
+def input_device(module: Any, given: torch.device) -> torch.device:
+    """Where a module takes its input: an offloaded one's weight is on "meta", and its hook moves what it is given.
 
-
-def _is_text(input_ids: torch.Tensor, placed: torch.Tensor, model_kwargs: dict[str, Any]) -> bool:
-    """Whether a prompt is its tokens and nothing else, the last one `placed` where it is counted."""
-    others = {name for name, value in model_kwargs.items() if value is not None and value is not False}
-    positions, mask = model_kwargs["position_ids"], model_kwargs.get("attention_mask")
-    return (
-        others <= {*_STEP_INPUTS}
-        and positions.shape == input_ids.shape
-        and torch.equal(placed, positions[:, -1:].to(placed.device))
-        and (mask is None or mask.shape == input_ids.shape)
-    )
+    A quantized module's weight may go by any name.
+    """
+    device: torch.device = next(itertools.chain(module.parameters(), module.buffers())).device
+    return given if device.type == "meta" else device
 
 
 def tree_mask(
