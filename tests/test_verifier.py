@@ -249,6 +249,7 @@ def test_every_node_gets_the_logits_and_features_of_its_own_path(
     outputs, features = prefill(verifier, committed, mask)
     expected = plain(model, committed, mask)
     close(outputs.logits[:, -1], expected.logits[:, -1])
+    features = torch.cat(list(features), dim=1)
     close(features[:, real], plain_features(expected)[:, real])
 
     root = int(outputs.logits[0, -1].argmax())
@@ -283,6 +284,7 @@ def test_a_prompt_in_chunks_gives_the_features_of_all_its_rows(family: str, chun
     outputs, features = prefill(verifier, ids, mask, chunk)
     expected = plain(model, ids, mask)
     close(outputs.logits[:, -1], expected.logits[:, -1])
+    features = torch.cat(list(features), dim=1)
     close(features, plain_features(expected))
 
 
@@ -323,6 +325,7 @@ def test_features_are_the_tap_layers_states_in_the_order_of_the_taps(family: str
     ids, mask = padded_prompt(0)
     _, features = prefill(verifier, ids, mask)
     expected = plain(model, ids, mask)
+    features = torch.cat(list(features), dim=1)
     close(features, plain_features(expected, layer_ids))
     if layer_ids == [3]:  # the last layer is tapped after the norm, as the head sees it
         close(features, expected.hidden_states[-1])
@@ -605,6 +608,7 @@ def test_forwards_between_our_calls_leave_features_as_they_were(model: PreTraine
     verifier = verifier_of(model)
     ids, mask = padded_prompt(0)
     _, features = prefill(verifier, ids, mask)
+    (features,) = features
     before = features.clone()
     forward(model, PROMPT)
     model.generate(prompt_ids(4), do_sample=False, max_new_tokens=2)
@@ -649,6 +653,7 @@ def test_a_model_compiled_in_place_still_gives_features(compiled: tuple[PreTrain
     reference = target_of("llama")
     expected = plain(reference, ids, mask)
     close(outputs.logits[:, -1], expected.logits[:, -1])
+    features = torch.cat(list(features), dim=1)
     close(features, plain_features(expected))
     logits, path_features = plain_paths(reference, ids, mask, 9, tree, NODES)
     close(verified.logits, logits)

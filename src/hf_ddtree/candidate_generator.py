@@ -69,6 +69,7 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         target_device = input_device(target.get_input_embeddings(), torch.device("cpu"))
         self.device, self.dtype = input_device(drafter, target_device), drafter.dtype
         self.layer_ids = tuple(drafter.config.target_layer_ids)
+        self.width = len(self.layer_ids) * drafter.config.hidden_size  # of a token's features
         self.block_size = drafter.config.block_size
         self.max_depth = min(self.block_size - 1, config.max_depth or self.block_size - 1)
         width = 1 if config.tree == "chain" else target.config.get_text_config(decoder=True).vocab_size
@@ -91,9 +92,14 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         self._positions.append(positions.to(self.device))
 
     @functools.cached_property
-    def snapshots(self) -> tuple[Snapshot, Snapshot]:
-        """What target and drafter are made of in this call."""
-        return take_snapshot(self.target), take_snapshot(self.drafter)
+    def target_snapshot(self) -> Snapshot:
+        """What the target is made of in this call."""
+        return take_snapshot(self.target)
+
+    @functools.cached_property
+    def drafter_snapshot(self) -> Snapshot:
+        """What the drafter is made of in this call."""
+        return take_snapshot(self.drafter)
 
     @property
     def pending(self) -> int:
@@ -132,20 +138,22 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         nodes = self.nodes if nodes is None else min(nodes, self.nodes)
         depth = min(depth, self.max_depth, nodes)
         if depth < 1:
-            self.absorb_if_many(root, position)
+            if self.pending >= _MOST_PENDING:
+                self._draft(root, position)
             return DraftTree(root[:, 1:], root[:, 1:], root[:, 1:], root[:, 1:].float())
         token_ids, log_probs = self.propose(root, position, depth, min(nodes, self.candidates))
         return build_tree(self.config.tree, token_ids, log_probs, nodes)
 
-    def absorb(self, root: torch.Tensor, position: torch.Tensor) -> None:
-        """Make what is pending part of the context, ahead of the next draft behind `root` at `position`."""
-        if not self._features:
-            return
-        if type(self.drafter) is not DFlashDraftModel or self.snapshots[1].hooked:
-            self._draft(root, position)  # what moves tensors or weights does so around a whole forward
-            return
-        for rows, places in self._take_pending():
-            self.drafter.extend(rows, places, self.cache)
+    @property
+    def extends(self) -> bool:
+        """Whether rows can become context without a draft: hooks may move tensors or weights around a forward."""
+        return self.nodes > 0 and type(self.drafter) is DFlashDraftModel and not self.drafter_snapshot.hooked
+
+    def absorb(self) -> None:
+        """Make what is pending part of the context, ahead of the next draft (`extends`)."""
+        if self._features:
+            for rows, places in self._take_pending():
+                self.drafter.extend(rows, places, self.cache)
             self.cache.settle()
 
     def take_new(self, state: DecodingState) -> None:
@@ -160,21 +168,12 @@ class DDTreeCandidateGenerator(CandidateGenerator):
 
         Args:
             state: Where decoding stands.
-            drafts: Whether the graph does so; else they wait.
+            drafts: Whether the graph does so; else they wait, as long as they are few.
         """
-        if drafts and not self.pending:
-            return
-        self.take_new(state)
-        root, position = state.root, state.position[:, None]
-        if drafts:
-            self.absorb(root, position)
-        else:
-            self.absorb_if_many(root, position)
-
-    def absorb_if_many(self, root: torch.Tensor, position: torch.Tensor) -> None:
-        """The same where so much is pending that it takes memory, though nothing is drafted yet."""
-        if self.pending >= _MOST_PENDING:
-            self.absorb(root, position)
+        if not drafts or self.pending:
+            self.take_new(state)
+            if drafts or self.pending >= _MOST_PENDING:
+                self.absorb()
 
     def _draft(self, root: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Append what is pending to the context, denoise one block `(B, block, H)`: one drafter pass, or, behind a
@@ -184,8 +183,7 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         block_positions = position.to(self.device) + torch.arange(self.block_size, device=self.device)
         noise_embeds = embed_tokens(self.target, block, self.drafter).to(self.device, self.dtype)
         if not self._features:  # all is context already
-            width = len(self.layer_ids) * self.drafter.config.hidden_size
-            self.append(noise_embeds.new_empty(root.shape[0], 0, width), block_positions[:, :0])
+            self.append(noise_embeds.new_empty(root.shape[0], 0, self.width), block_positions[:, :0])
         with _evaluating(self.drafter):
             for rows, places in self._take_pending():
                 self.cache.set_previous_accepted_tokens(rows.shape[1])

@@ -25,7 +25,7 @@ from .rope import rope_parameters
 from .round_graph import Recorded, RoundGraph, RoundKind
 from .target_state import Buffers
 from .tree_cache import TreeCache, rows_ahead
-from .verifier import Verifier
+from .verifier import Features, Verifier
 
 _MOST_KINDS = 16  # of calls whose graphs are kept for later ones
 _MOST_SIZES = 16  # of one kind of call
@@ -55,7 +55,7 @@ def why_not_captured(
         return "another call holds the buffers"
     if source.config.execution == "plain":
         return "asked for"
-    of_target, of_drafter = source.snapshots
+    of_target, of_drafter = source.target_snapshot, source.drafter_snapshot
     if why := _on_one_gpu({*of_target.devices, *of_drafter.devices}):
         return why
     if getattr(target, "hf_quantizer", None) is not None:
@@ -121,9 +121,8 @@ def find_kind(
     rows = rows_ahead(record.room, source.nodes)
     buffers.cache.reserve(buffers.cache.length + rows)
     source.reserve(rows)
-    of_target, of_drafter = (snapshot.fingerprint for snapshot in source.snapshots)
-    target_where = of_target, _places(buffers.cache)
-    where = of_drafter, _places(own.context)
+    target_where = source.target_snapshot.fingerprint, _places(buffers.cache)
+    where = source.drafter_snapshot.fingerprint, _places(own.context)
     what = (
         source.config.tree, source.config.execution, source.nodes, source.max_depth, do_sample,
         tuple((type(processor), _values(processor)) for processor in processors),
@@ -151,10 +150,10 @@ def run_prompt(
     buffers: Buffers,
     source: DDTreeCandidateGenerator,
     why_not: Callable[[], str | None],
-    launch: Callable[[], tuple[Any, torch.Tensor]],
+    launch: Callable[[], tuple[Any, Features]],
     token_ids: torch.Tensor,
     positions: torch.Tensor,
-) -> tuple[Any, torch.Tensor]:
+) -> tuple[Any, Features]:
     """The forward of a text without rows before it: by a graph, captured now if it was not before, where that can be.
 
     Before a graph is used, what it gives is compared with what launching gives: a model may see its prompt in another
@@ -166,12 +165,12 @@ def run_prompt(
         token_ids, positions: `(1, L)`.
 
     Returns:
-        The model's output, or its logits of the last token alone, and the features `(1, L, taps * H)`.
+        The model's output, or its logits of the last token alone, and the features.
     """
 
-    def run(prompt: Prompt) -> tuple[Any, torch.Tensor]:
+    def run(prompt: Prompt) -> tuple[Any, Features]:
         logits, features = prompt.run(token_ids, positions)
-        return CausalLMOutput(logits=logits), features
+        return CausalLMOutput(logits=logits), Features([[features]])
 
     def results(logits: torch.Tensor) -> list[torch.Tensor]:
         """Of all layers, copied."""
@@ -205,7 +204,7 @@ def run_prompt(
 
 def _prompt_key(buffers: Buffers, source: DDTreeCandidateGenerator) -> tuple[Any, ...]:
     """What a graph of prompts is made for, the tap layers last."""
-    return source.snapshots[0].fingerprint, _numeric_modes(), _places(buffers.cache), source.layer_ids
+    return source.target_snapshot.fingerprint, _numeric_modes(), _places(buffers.cache), source.layer_ids
 
 
 def _forget_moved_prompts(buffers: Buffers, source: DDTreeCandidateGenerator) -> None:

@@ -28,7 +28,7 @@ from .state import DecodingState, Path
 from .target_state import claim
 from .tree_cache import TreeCache, rows_ahead
 from .validation import check_batch
-from .verifier import Verification, Verifier, input_device
+from .verifier import Features, Verification, Verifier, input_device
 
 
 class Round(Protocol):
@@ -125,8 +125,8 @@ def ddtree_decoding(
                 outputs, features = verifier.prefill(input_ids, generation_config, model_kwargs, ahead, run_text)
                 if users_cache is not None and not verifier.recomputed:
                     source.resume(users_cache, input_ids)
+                source.reserve(features.rows + ahead)
                 append_prompt(source, features, verifier.prompt_positions, verifier.prompt_mask)
-                source.reserve(ahead)
             launched = LaunchedRound(
                 source, verifier, rope if switches else None, record, logits_processor, do_sample,
                 model_kwargs, users_cache,
@@ -135,9 +135,7 @@ def ddtree_decoding(
             record.add_states(outputs, [0], 0, launched.columns, whole=True)
             position = verifier.prompt_positions[:, -1:]
             rope.crossed(record.length - 1, verifier.constants.place(position))
-            state.features = own.features_like(
-                source.max_depth + 1, features.shape[-1], source.device, source.dtype
-            )  # fmt: skip
+            state.features = own.features_like(source.max_depth + 1, source.width, source.device, source.dtype)
             state.begin(record.last_token, position + 1, record.room)
             del outputs, features
 
@@ -146,9 +144,6 @@ def ddtree_decoding(
                 stats.path = f"plain: {why}"
             graphs = not stop and why is None
             kind = None
-            if graphs and source.nodes:  # so that the context has its buffers
-                source.absorb(state.root, state.position[:, None])
-
             while model._has_unfinished_sequences(stop, synced_gpus, device=record.input_ids.device):
                 if stop:  # another rank still decodes, and its forwards need ours
                     verifier.idle(state.root, state.position[:, None])
@@ -200,10 +195,15 @@ def ddtree_decoding(
 
 
 def append_prompt(
-    source: DDTreeCandidateGenerator, features: torch.Tensor, positions: torch.Tensor, prompt_mask: torch.Tensor | None
+    source: DDTreeCandidateGenerator, features: Features, positions: torch.Tensor, prompt_mask: torch.Tensor | None
 ) -> None:
     """Make the prompt the drafter's context, without its padding."""
-    if prompt_mask is not None:
-        kept = prompt_mask[0, -features.shape[1] :]
-        features, positions = features[:, kept], positions[:, kept]
-    source.append(features, positions)
+    real = torch.ones_like(positions, dtype=torch.bool) if prompt_mask is None else prompt_mask[:, -features.rows :]
+    start = 0
+    for part in features:
+        rows = slice(start, start + part.shape[1])
+        kept = real[0, rows]
+        source.append(part[:, kept.to(part.device)], positions[:, rows][:, kept])
+        if source.extends:
+            source.absorb()
+        start = rows.stop

@@ -21,6 +21,7 @@ from .prompt_inputs import OUTPUTS, is_text, step_inputs
 from .target_state import uncompiled
 from .tree_cache import TreeCache
 
+_MOST_ROWS = 2048  # of features at a time; a tree has fewer
 _CHUNKED = ("chunked_attention",)
 
 
@@ -120,6 +121,26 @@ class Constants(NamedTuple):
         return {name: types.expand(-1, rows) for name, types in self.types.items()}
 
 
+class Features:
+    """
+    The tap layers' outputs, handed out once, some rows at a time: a long prompt's in one piece would take much memory.
+
+    Args:
+        layers: Of each tap layer, a `(B, chunk, H)` tensor a forward.
+    """
+
+    def __init__(self, layers: list[list[torch.Tensor]]) -> None:
+        self._layers = layers
+        self.rows = sum(part.shape[1] for part in layers[0])
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """`(B, rows, taps * H)` each, where the first tap layer is."""
+        while self._layers[0]:
+            parts = [layer.pop(0) for layer in self._layers]
+            for rows in zip(*(part.split(_MOST_ROWS, dim=1) for part in parts), strict=True):
+                yield torch.cat([row.to(rows[0].device) for row in rows], dim=-1)
+
+
 class Verification(NamedTuple):
     """What one target call over a tree gives; row 0 is the root, row i + 1 node i."""
 
@@ -174,8 +195,8 @@ class Verifier:
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
         ahead: int = 0,
-        run_text: Callable[..., tuple[Any, torch.Tensor]] | None = None,
-    ) -> tuple[Any, torch.Tensor]:
+        run_text: Callable[..., tuple[Any, Features]] | None = None,
+    ) -> tuple[Any, Features]:
         """Run the prompt into our cache.
 
         Args:
@@ -184,7 +205,7 @@ class Verifier:
                 default: by that path.
 
         Returns:
-            The model's output (logits of the last position) and the features `(B, new slots, taps * H)`.
+            The model's output (logits of the last position) and the features of the new slots.
         """
         earlier, mask = model_kwargs.get(CACHE_KEY), model_kwargs.get("attention_mask")
         if earlier is not None and earlier.get_seq_length() > 0:
@@ -194,7 +215,7 @@ class Verifier:
         embeds = model_kwargs.get("inputs_embeds")
         self.cache.reserve(already + (input_ids if embeds is None else embeds).shape[1] + ahead)
 
-        def launch() -> tuple[Any, torch.Tensor]:
+        def launch() -> tuple[Any, Features]:
             with self._target_call() as chunks:
                 outputs = self.model._prefill(
                     input_ids,
@@ -222,7 +243,7 @@ class Verifier:
         self.plain_only = mask is not None and mask.shape[1] != self.cache.length
         if mask is not None and padded:
             self.prompt_mask = mask[:, : self.cache.length].to(self.device).bool()
-        self.prompt_positions = self._count(features.shape[1], model_kwargs)
+        self.prompt_positions = self._count(features.rows, model_kwargs)
         last = self.prompt_positions[:, -1:]
         self.constants = Constants(types, None if torch.equal(placed, last) else placed - last)
         return outputs, features
@@ -266,7 +287,7 @@ class Verifier:
         self.cache.reserve(already + inputs["input_ids"].shape[1])
         with self._target_call() as chunks:
             outputs = self.model(**inputs, return_dict=True)
-        features = self._features(chunks, self.cache.length - already)
+        *_, features = self._features(chunks, self.cache.length - already)
         # Some versions of Phi-3 run the last token alone, and drop the cache again at every later step.
         self.drops_cache = dropped and self.cache.length < input_ids.shape[1]
         self.cache.crop(-1)
@@ -312,7 +333,8 @@ class Verifier:
                 **self.step_kwargs,
                 **self.constants.of_rows(token_ids.shape[1]),
             )
-        return Verification(outputs.logits, self._features(chunks, token_ids.shape[1]), rows, outputs)
+        (features,) = self._features(chunks, token_ids.shape[1])
+        return Verification(outputs.logits, features, rows, outputs)
 
     @property
     def most_nodes(self) -> int:
@@ -345,20 +367,17 @@ class Verifier:
         with uncompiled(self.model), self.taps.recording() as chunks:
             yield chunks
 
-    def _features(self, chunks: dict[int, list[torch.Tensor]], rows: int) -> torch.Tensor:
-        """The tap layers' outputs, concatenated.
+    def _features(self, chunks: dict[int, list[torch.Tensor]], rows: int) -> Features:
+        """What the tap layers gave for so many rows.
 
         Raises:
             RuntimeError: A layer gave nothing or too little, as when something bypasses the hooks.
         """
-        states = []
         for layer_id, parts in chunks.items():
-            state = torch.cat(parts, dim=1) if len(parts) > 1 else (parts[0] if parts else None)
-            if state is None or state.shape[1] != rows:
-                got = "nothing" if state is None else f"{state.shape[1]} rows"
+            if (given := sum(part.shape[1] for part in parts)) != rows or not parts:
+                got = f"{given} rows" if parts else "nothing"
                 raise RuntimeError(f"Layer {layer_id} of the target gave {got} instead of features for {rows} rows.")
-            states.append(state)
-        return torch.cat([state.to(states[0].device) for state in states], dim=-1)
+        return Features(list(chunks.values()))
 
 
 def input_device(module: Any, given: torch.device) -> torch.device:
