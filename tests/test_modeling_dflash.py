@@ -111,13 +111,13 @@ def dflash_cache(model: DFlashDraftModel) -> DFlashCache:
 
 
 def sees(kind: str, causal: bool, query: int, key: int, window: int) -> bool:
-    """Whether row `query` of context and block attends to row `key`, by transformers' windows.
+    """Whether row `query` of context and block attends to row `key`.
 
-    A causal window has `window` rows, the query's included; one that looks both ways reaches `window` rows each way.
+    A window has `window` rows to each side that a layer looks to, the query's included.
     """
     if causal and key > query:
         return False
-    return kind == "full_attention" or (query - key < window if causal else abs(query - key) <= window)
+    return kind == "full_attention" or abs(query - key) < window
 
 
 def rms(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -186,10 +186,11 @@ def test_the_forward_is_attention_written_out_row_by_row(
     close(hidden_of(model, noise, context), naive_hidden(model, noise, context))
 
 
+@pytest.mark.parametrize("causal", [None, False])
 @pytest.mark.parametrize("window", [1, 2, BLOCK])
 @pytest.mark.parametrize("layers", ["sliding", "mixed"])
-def test_a_window_narrower_than_the_block_bounds_the_block_too(layers: str, window: int) -> None:
-    model = drafter_of(layers, sliding_window=window)
+def test_a_window_narrower_than_the_block_bounds_the_block_too(layers: str, window: int, causal: bool | None) -> None:
+    model = drafter_of(layers, sliding_window=window, causal=causal)
     noise, context = inputs_of(8)
     expected = naive_hidden(model, noise, context)
     close(hidden_of(model, noise, context), expected)
@@ -226,11 +227,12 @@ def test_context_may_be_appended_without_a_draft(layers: str) -> None:
     close(hidden_of(model, noise, context[:, 15:], cache=cache), expected)
 
 
-def test_a_context_row_outside_the_window_has_no_influence_and_one_on_its_edge_has() -> None:
+@pytest.mark.parametrize("causal", [None, False])
+def test_a_context_row_outside_the_window_has_no_influence_and_one_on_its_edge_has(causal: bool | None) -> None:
     noise, context = inputs_of(20)
     first = 20 - WINDOW + 1  # the last context row that the block's first row still sees
     for layers, changed in (("sliding", [False, False, True]), ("mixed", [True] * 3), ("full", [True] * 3)):
-        model = drafter_of(layers)
+        model = drafter_of(layers, causal=causal)
         expected = hidden_of(model, noise, context)
         for row, matters in zip((0, first - 1, first), changed, strict=True):
             other = context.clone()

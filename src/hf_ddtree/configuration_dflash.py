@@ -36,7 +36,8 @@ class DFlashConfig(Qwen3Config):
         output_multiplier, final_logit_softcapping (`float`, *optional*):
             Factor of the draft's logits, then their soft cap. By default those of the target.
         sliding_window (`int`, *optional*):
-            Rows that a sliding layer (`layer_types`) sees; required where there is one.
+            Rows that a row of a sliding layer (`layer_types`) sees, itself and those before it; as many behind it
+            where the layer is not causal. Required where there is one.
         draft_vocab_size (`int`, *optional*):
             Tokens that the drafter was trained to draft, if not all; which ones is in its weights (`t2d`).
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,10 +34,19 @@ from .compat import CACHE_KEY
 from .configuration_dflash import DFlashConfig
 from .drafter_formats import COPIES_OF_TARGET, drafter_format, is_native_config_dict, other_kind
 
+
+def _both_sides(config: DFlashConfig, **kwargs: Any) -> Any:
+    """The mask of a window that looks both ways: DFlash's does not reach the row that transformers' ends with."""
+    config = copy.copy(config)
+    assert config.sliding_window is not None
+    config.sliding_window -= 1
+    return create_bidirectional_sliding_window_mask(config=config, **kwargs)
+
+
 _MASKS: dict[tuple[str, bool], Callable[..., Any]] = {
     ("full_attention", False): create_bidirectional_mask,
     ("full_attention", True): create_causal_mask,
-    ("sliding_attention", False): create_bidirectional_sliding_window_mask,
+    ("sliding_attention", False): _both_sides,
     ("sliding_attention", True): create_sliding_window_causal_mask,
 }
 

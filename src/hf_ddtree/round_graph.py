@@ -259,15 +259,14 @@ class BlockDraft:
                 self.visible[causal, window] = self._visible(causal, window)
             of_layer = Rows(
                 own.keys, own.values, length, kind.context_committed, self.visible[causal, window],
-                self.depths, self.column_depths,
-                window if causal or window is None else window + 1,  # to both sides, the row itself not counted
+                self.depths, self.column_depths, window,
             )  # fmt: skip
             give_rows(self, layer, of_layer)
 
     def _visible(self, causal: bool, window: int | None) -> torch.Tensor:
         """Who sees what in the block; of the context each round says how much there is."""
         ahead = self.places[:, None] - self.places[:, :, None]
-        visible = ahead <= (0 if causal else self.kind.block if window is None else window)
+        visible = ahead < (1 if causal else self.kind.block if window is None else window)
         return torch.nn.functional.pad(visible, (self.kind.most, 0))
 
     def compile(self) -> None:
