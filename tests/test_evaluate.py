@@ -98,21 +98,42 @@ def test_no_warm_up_makes_buffers_outgrow_the_graphs_of_one_before(monkeypatch: 
     assert rows == sorted(rows, reverse=True)
 
 
+# A run of which each process waits behind its third row.
+ENDLESS = """
+import threading
+import evaluate, evaluation_rows
+
+append, rows = evaluation_rows.RowFiles.append, []
+
+def append_and_wait(self, row):
+    append(self, row)
+    rows.append(row)
+    if len(rows) == 3:
+        threading.Event().wait()
+
+evaluation_rows.RowFiles.append = append_and_wait
+evaluate.main()
+"""
+
+
 def test_a_killed_run_goes_on_with_another_number_of_processes(pair: list[str], tmp_path: Path) -> None:
     output = tmp_path / "run"
-    script = Path(evaluate.__file__)
+    examples = Path(evaluate.__file__).parent
+    script = tmp_path / "endless.py"
+    script.write_text(ENDLESS)
     arguments = [*pair, "--temperature", "0", "1", "--new-tokens", "40", "--output", str(output)]
     arguments += ["--methods", *(methods := ["generate", "ddtree 3", "one token a round"])]
     # What `accelerate launch` runs on several GPUs; on a CPU it asks for MPI.
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parents[1] / "src")}
+    path = os.pathsep.join([str(examples), str(examples.parent / "src")])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     process = psutil.Popen([*launch, str(script), *arguments], env=environment)
 
     def lines() -> list[int]:
         return [path.read_bytes().count(b"\n") for path in output.glob("rows-*.jsonl")]
 
     try:
-        while not (len(lines()) == 2 and min(lines()) >= 3):
+        while lines() != [3, 3]:
             assert process.poll() is None
             time.sleep(0.05)
     finally:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import regex
 import torch
+from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 import smollm2
@@ -90,13 +91,17 @@ def test_saved_directory_loads_without_a_message(
 
 def test_concurrent_calls_convert_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Path] = []
-    inside = threading.Event()
+    all_here = threading.Barrier(4)
+
+    def lock(path: Path) -> FileLock:
+        all_here.wait()
+        return FileLock(path)
 
     def convert(gguf_file: Path, directory: Path) -> None:
         calls.append(directory)
-        inside.wait(0.5)
         (directory / "config.json").write_text("{}")
 
+    monkeypatch.setattr(smollm2, "FileLock", lock)
     monkeypatch.setattr(smollm2, "convert_gguf", convert)
     with ThreadPoolExecutor(4) as pool:
         targets = set(pool.map(lambda _: smollm2.prepare_target(tmp_path), range(4)))
