@@ -66,7 +66,8 @@ class DFlashAttention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = config.layer_is_causal(layer_idx)
-        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
+        self.layer_type = config.layer_types[layer_idx]
+        self.sliding_window = config.sliding_window if self.layer_type == "sliding_attention" else None
 
         query_width = config.num_attention_heads * self.head_dim
         kv_width = config.num_key_value_heads * self.head_dim
@@ -275,8 +276,10 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         masks = self._masks(noise_embeds, context.shape[1], attention_mask, cache)
         position_embeddings = self.rotary_emb(noise_embeds, position_ids)
         hidden_states = noise_embeds
-        for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
-            hidden_states = layer(hidden_states, context, position_embeddings, masks[layer_type], cache)
+        for layer in self.layers:
+            attention: Any = layer.self_attn
+            mask = masks[attention.layer_type]
+            hidden_states = layer(hidden_states, context, position_embeddings, mask, cache)
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
     def extend(self, context_hidden_states: torch.Tensor, position_ids: torch.Tensor, cache: Cache) -> None:
@@ -316,8 +319,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             "attention_mask": attention_mask,
             CACHE_KEY: cache,
         }
-        layers = {kind: self.config.layer_is_causal(i) for i, kind in enumerate(self.config.layer_types)}
-        return {kind: _MASKS[kind, causal](**arguments) for kind, causal in layers.items()}
+        attentions: list[Any] = [layer.self_attn for layer in self.layers]
+        kinds = {attention.layer_type: attention.is_causal for attention in attentions}
+        return {kind: _MASKS[kind, causal](**arguments) for kind, causal in kinds.items()}
 
 
 def load_drafter(name: str, **kwargs: Any) -> Any:

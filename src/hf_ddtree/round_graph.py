@@ -254,7 +254,7 @@ class BlockDraft:
         length = kind.state.context_length.tensor
         for place, layer in enumerate(self.drafter.layers):
             own = kind.context.layers[cache_index(layer, place)]
-            causal, window = self.drafter.config.layer_is_causal(place), layer.self_attn.sliding_window
+            causal, window = layer.self_attn.is_causal, layer.self_attn.sliding_window
             if (causal, window) not in self.visible:
                 self.visible[causal, window] = self._visible(causal, window)
             of_layer = Rows(
