@@ -17,6 +17,7 @@ from transformers import Cache, DeepseekV32Config, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DFlashCache
 
 from hf_ddtree import DFlashDraftModel, release_buffers
+from hf_ddtree.state import Path
 from hf_ddtree.target_state import Buffers, claim
 from hf_ddtree.tree_cache import DraftCache, TreeCache, capacity_for
 from scripted import chain_rows, keep_path, prompt_ids, tiny_drafter, tiny_target
@@ -115,6 +116,31 @@ def test_rounds_keep_exactly_the_rows_of_their_paths(seed: int, batch: int) -> N
         grow_tree(cache, naive, nodes, path, batch)
         assert_holds(cache, naive)
     assert kinds == {True, False}
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_path_that_was_kept_can_be_kept_again_with_fewer_rows(known: bool) -> None:
+    """Whether the host knows the path, or only the device does, in slots behind its end that hold -1."""
+    random.seed(1)
+    cache, naive = TreeCache([False, True]), ListCache(2)
+    prefill(cache, naive, 5)
+    for _ in range(30):
+        nodes = random.randint(2, 12)
+        rows = random_path(nodes, prefix=False)
+        cache.reserve(cache.length + nodes)
+        cache.open(chain_rows(nodes))
+        written = [random_rows(nodes) for _ in range(2)]
+        for layer in range(2):
+            cache.update(*written[layer], layer)
+        path = torch.tensor([rows + ([] if known else [-1, -1])])
+        kept = Path(path, path, torch.tensor([len(rows)]), rows if known else None)
+        cache.keep(kept)
+        for count in range(len(rows), 0, -1):
+            cache.keep(kept.first(count))
+        cache.count.set(cache.count.host + count)
+        for layer in range(2):
+            naive.append(layer, written[layer], rows[:count])
+        assert_holds(cache, naive)
 
 
 def test_a_whole_tree_a_root_alone_and_far_nodes_can_be_kept() -> None:

@@ -25,6 +25,7 @@ from transformers import (
 from hf_ddtree.anatomy import decoder_layers, find_decoder, layer_kinds
 from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.draft_tree import TreeRows, ancestor_matrix, node_depths
+from hf_ddtree.prefill import prefill as prefill_of
 from hf_ddtree.target_state import Buffers
 from hf_ddtree.verifier import FeatureTaps, Verifier, tree_mask
 from scripted import SIZES, VOCAB, chain_rows, keep_path, prompt_ids, tiny_drafter, tiny_target
@@ -189,7 +190,7 @@ def prefill(
         "use_cache": True,
         "logits_to_keep": 1,
     }
-    return verifier.prefill(input_ids, GenerationConfig(prefill_chunk_size=chunk), model_kwargs)
+    return prefill_of(verifier, input_ids, GenerationConfig(prefill_chunk_size=chunk), model_kwargs)
 
 
 def plain(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:

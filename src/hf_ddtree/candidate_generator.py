@@ -20,7 +20,7 @@ from .modeling_dflash import DFlashDraftModel
 from .snapshot import Snapshot, take_snapshot
 from .state import DecodingState
 from .tree_cache import DraftCache
-from .verifier import input_device
+from .verifier import Features, input_device
 
 _MOST_CONTEXT = 2048  # tokens that one drafter pass makes context: its own tensors stay small beside the prompt's
 _MOST_PENDING = 512  # tokens that may wait for the next draft to become context
@@ -143,6 +143,26 @@ class DDTreeCandidateGenerator(CandidateGenerator):
             return DraftTree(root[:, 1:], root[:, 1:], root[:, 1:], root[:, 1:].float())
         token_ids, log_probs = self.propose(root, position, depth, min(nodes, self.candidates))
         return build_tree(self.config.tree, token_ids, log_probs, nodes)
+
+    def take_prompt(self, features: Features, positions: torch.Tensor, prompt_mask: torch.Tensor | None) -> None:
+        """Make a prompt the context, without its padding.
+
+        Args:
+            features: Of the prompt's rows.
+            positions: `(1, rows)`.
+            prompt_mask: `(1, slots)` bool, False for padding.
+        """
+        real = (
+            torch.ones_like(positions, dtype=torch.bool) if prompt_mask is None else prompt_mask[:, -features.rows :]
+        )
+        start = 0
+        for part in features:
+            rows = slice(start, start + part.shape[1])
+            kept = real[0, rows]
+            self.append(part[:, kept.to(part.device)], positions[:, rows][:, kept])
+            if self.extends:
+                self.absorb()
+            start = rows.stop
 
     @property
     def extends(self) -> bool:

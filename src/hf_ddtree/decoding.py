@@ -22,13 +22,14 @@ from .draft_tree import DraftTree
 from .launched import LaunchedRound
 from .logits_process import commit_next, commit_path
 from .outputs import DDTreeStats, GenerateDDTreeOutput, GenerationRecord, ended
+from .prefill import prefill
 from .rope import RopeSwitch
 from .round_graph import RoundGraph
 from .state import DecodingState, Path
 from .target_state import claim
 from .tree_cache import TreeCache, rows_ahead
 from .validation import check_batch
-from .verifier import Features, Verification, Verifier, input_device
+from .verifier import Verification, Verifier, input_device
 
 
 class Round(Protocol):
@@ -122,11 +123,11 @@ def ddtree_decoding(
             with timed("prefill"):
                 ahead = rows_ahead(record.room, source.nodes)
                 run_text = functools.partial(run_prompt, buffers, source, why_not)
-                outputs, features = verifier.prefill(input_ids, generation_config, model_kwargs, ahead, run_text)
+                outputs, features = prefill(verifier, input_ids, generation_config, model_kwargs, ahead, run_text)
                 if users_cache is not None and not verifier.recomputed:
                     source.resume(users_cache, input_ids)
                 source.reserve(features.rows + ahead)
-                append_prompt(source, features, verifier.prompt_positions, verifier.prompt_mask)
+                source.take_prompt(features, verifier.prompt_positions, verifier.prompt_mask)
             launched = LaunchedRound(
                 source, verifier, rope if switches else None, record, logits_processor, do_sample,
                 model_kwargs, users_cache,
@@ -192,18 +193,3 @@ def ddtree_decoding(
         ddtree_stats=stats,
     )
     return output
-
-
-def append_prompt(
-    source: DDTreeCandidateGenerator, features: Features, positions: torch.Tensor, prompt_mask: torch.Tensor | None
-) -> None:
-    """Make the prompt the drafter's context, without its padding."""
-    real = torch.ones_like(positions, dtype=torch.bool) if prompt_mask is None else prompt_mask[:, -features.rows :]
-    start = 0
-    for part in features:
-        rows = slice(start, start + part.shape[1])
-        kept = real[0, rows]
-        source.append(part[:, kept.to(part.device)], positions[:, rows][:, kept])
-        if source.extends:
-            source.absorb()
-        start = rows.stop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -12,15 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
 
 from .anatomy import find_decoder, layer_kinds, row_scale_period
 from .compat import CACHE_KEY
 from .draft_tree import TreeRows, single_row
-from .prompt_inputs import OUTPUTS, is_text, step_inputs
 from .target_state import uncompiled
 from .tree_cache import TreeCache
 
+OUTPUTS = ("output_hidden_states", "output_attentions")  # what `generate` passes on to each forward
 _MOST_ROWS = 2048  # of features at a time; a tree has fewer
 _CHUNKED = ("chunked_attention",)
 
@@ -189,75 +188,6 @@ class Verifier:
         self.drops_cache = False  # whether the next step has to be a plain one as well
         self.recomputed = False  # whether the rows of the caller's cache have been replaced
 
-    def prefill(
-        self,
-        input_ids: torch.Tensor,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        ahead: int = 0,
-        run_text: Callable[..., tuple[Any, Features]] | None = None,
-    ) -> tuple[Any, Features]:
-        """Run the prompt into our cache.
-
-        Args:
-            ahead: Rows that will follow: reserved now, the buffers need not grow with the prompt in them.
-            run_text: Runs a prompt of nothing but tokens without padding, given the stock path, ids and positions;
-                default: by that path.
-
-        Returns:
-            The model's output (logits of the last position) and the features of the new slots.
-        """
-        earlier, mask = model_kwargs.get(CACHE_KEY), model_kwargs.get("attention_mask")
-        if earlier is not None and earlier.get_seq_length() > 0:
-            self.cache.load(earlier)
-        types, placed, self.step_kwargs = step_inputs(self.model, input_ids, model_kwargs, self.device)
-        already = self.cache.length
-        embeds = model_kwargs.get("inputs_embeds")
-        self.cache.reserve(already + (input_ids if embeds is None else embeds).shape[1] + ahead)
-
-        def launch() -> tuple[Any, Features]:
-            with self._target_call() as chunks:
-                outputs = self.model._prefill(
-                    input_ids,
-                    generation_config,
-                    model_kwargs | {CACHE_KEY: self.cache},
-                    is_first_iteration=not generation_config.is_assistant,
-                )
-            if (filled := outputs.get(CACHE_KEY)) is None:
-                raise ValueError(
-                    f"{type(self.model).__name__} returned no cache: `ddtree` needs a target that keeps one."
-                )
-            if filled is not self.cache:  # Phi-3 takes a new cache beyond its rope switch
-                self.cache.load(filled)
-                self.recomputed = True
-            self.cache.settle()
-            return outputs, self._features(chunks, self.cache.length - (0 if self.recomputed else already))
-
-        padded = mask is not None and not bool(mask.all())
-        only_text = not (already or types or padded) and is_text(input_ids, placed, model_kwargs)
-        if run_text is not None and only_text:
-            outputs, features = run_text(launch, input_ids, model_kwargs["position_ids"])
-        else:
-            outputs, features = launch()
-        # Some versions run rows again that the cache has: they mask by a length that is not the cache's.
-        self.plain_only = mask is not None and mask.shape[1] != self.cache.length
-        if mask is not None and padded:
-            self.prompt_mask = mask[:, : self.cache.length].to(self.device).bool()
-        self.prompt_positions = self._count(features.rows, model_kwargs)
-        last = self.prompt_positions[:, -1:]
-        self.constants = Constants(types, None if torch.equal(placed, last) else placed - last)
-        return outputs, features
-
-    def _count(self, rows: int, model_kwargs: dict[str, Any]) -> torch.Tensor:
-        """The positions of the last `rows` rows; those on several axes say where in an image a row is: count them."""
-        positions: torch.Tensor = model_kwargs["position_ids"].to(self.device)
-        if positions.dim() > 2:
-            mask = torch.ones(positions.shape[1], self.cache.length, dtype=torch.long, device=self.device)
-            if self.prompt_mask is not None:
-                mask[:, : self.prompt_mask.shape[1]] = self.prompt_mask
-            positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        return positions[:, -rows:]
-
     def plain_step(
         self, input_ids: torch.Tensor, position: torch.Tensor, model_kwargs: dict[str, Any]
     ) -> Verification:
@@ -285,9 +215,9 @@ class Verifier:
             inputs[CACHE_KEY], self.recomputed = self.cache, True
         already = self.cache.length
         self.cache.reserve(already + inputs["input_ids"].shape[1])
-        with self._target_call() as chunks:
+        with self.target_call() as chunks:
             outputs = self.model(**inputs, return_dict=True)
-        *_, features = self._features(chunks, self.cache.length - already)
+        *_, features = self.features(chunks, self.cache.length - already)
         # Some versions of Phi-3 run the last token alone, and drop the cache again at every later step.
         self.drops_cache = dropped and self.cache.length < input_ids.shape[1]
         self.cache.crop(-1)
@@ -321,7 +251,7 @@ class Verifier:
             )
             for kind, window in self.windows.items()
         }
-        with self._target_call() as chunks:
+        with self.target_call() as chunks:
             outputs = self.model(
                 input_ids=token_ids,
                 attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
@@ -333,7 +263,7 @@ class Verifier:
                 **self.step_kwargs,
                 **self.constants.of_rows(token_ids.shape[1]),
             )
-        (features,) = self._features(chunks, token_ids.shape[1])
+        (features,) = self.features(chunks, token_ids.shape[1])
         return Verification(outputs.logits, features, rows, outputs)
 
     @property
@@ -362,12 +292,12 @@ class Verifier:
         self.taps.remove()
 
     @contextmanager
-    def _target_call(self) -> Iterator[dict[int, list[torch.Tensor]]]:
+    def target_call(self) -> Iterator[dict[int, list[torch.Tensor]]]:
         """Record features; hooks fire in the uncompiled forward only."""
         with uncompiled(self.model), self.taps.recording() as chunks:
             yield chunks
 
-    def _features(self, chunks: dict[int, list[torch.Tensor]], rows: int) -> Features:
+    def features(self, chunks: dict[int, list[torch.Tensor]], rows: int) -> Features:
         """What the tap layers gave for so many rows.
 
         Raises:
