@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -15,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.modeling_outputs import CausalLMOutput
 
-from .budget import Budget
 from .candidate_generator import DDTreeCandidateGenerator
 from .compiled import Rounds, Start, Step
 from .logits_process import is_row_wise
@@ -105,7 +103,6 @@ def find_rounds(
     source: DDTreeCandidateGenerator,
     processors: LogitsProcessorList,
     do_sample: bool,
-    budget: Budget,
     room: int,
     constants: Constants,
 ) -> Rounds:
@@ -123,7 +120,6 @@ def find_rounds(
     )  # fmt: skip
     what = (
         source.config.tree, source.config.execution, source.nodes, source.max_depth, do_sample,
-        type(budget), budget.sizes,
         tuple((type(processor), _values(processor)) for processor in processors),
         None if constants.offset is None else constants.offset.shape,
         tuple((name, types.dtype) for name, types in constants.types.items()), _numeric_modes(),
@@ -135,7 +131,7 @@ def find_rounds(
     if rounds is None:
         gc.collect()  # rounds and their steps know each other, and old ones hold the memory that new ones need
         with torch.inference_mode(False), _on(source.device):  # ordinary tensors, for calls outside of it too
-            rounds = Rounds(source, buffers.cache, processors, do_sample, budget.sizes, constants)
+            rounds = Rounds(source, buffers.cache, processors, do_sample, constants)
     buffers.rounds[what, where] = rounds  # the last used is the last
     while len(buffers.rounds) > _MOST_ROUNDS:
         del buffers.rounds[next(iter(buffers.rounds))]
@@ -215,20 +211,16 @@ def find_start(rounds: Rounds, execution: str) -> Start | None:
     return rounds.start if isinstance(rounds.start, Start) else None
 
 
-def find_step(rounds: Rounds, nodes: int, budget: Budget, execution: str) -> Step | str:
+def find_step(rounds: Rounds, nodes: int, execution: str) -> Step | str:
     """The step of a size, captured now if it was not before; or the path without one, where no graph can be had."""
     if nodes not in rounds.steps and nodes not in rounds.failed:
-        start = time.perf_counter()
-        make = functools.partial(Step, rounds, nodes, min(budget.next_tree(nodes), rounds.nodes))
-        step = _capture(make, rounds.device, rounds.restored, execution)
+        step = _capture(functools.partial(Step, rounds, nodes), rounds.device, rounds.restored, execution)
         if isinstance(step, Step):
             rounds.steps[nodes] = step
             if len(rounds.steps) > _MOST_STEPS:
                 del rounds.steps[next(iter(rounds.steps))]
-            budget.note_captured(nodes, time.perf_counter() - start)
         else:
             rounds.failed[nodes] = step
-            budget.note_captured(nodes, None)
     return rounds.steps.get(nodes) or rounds.failed[nodes]
 
 

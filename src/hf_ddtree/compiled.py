@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
 from .attention import Rows
-from .budget import promises
 from .candidate_generator import DDTreeCandidateGenerator, best_candidates, draft_logits, embed_tokens
 from .draft_tree import DraftTree, TreeKind, ancestor_matrix, build_tree, node_depths
 from .logits_process import Noise, choose, follow
@@ -32,7 +31,6 @@ class Outcome(NamedTuple):
     rows: list[int]  # that chose the committed tokens, root (0) first
     token_ids: list[int]
     tokens: torch.Tensor  # the same first in (1, P), on the device
-    expected: list[float]  # tokens that the next tree's best nodes are expected to commit, by `Rounds.sizes`
 
 
 class Rounds:
@@ -44,7 +42,6 @@ class Rounds:
         cache: The target's rows, prefilled.
         processors: Row-wise ones.
         do_sample: Sample, or take the best.
-        sizes: Numbers of nodes of which the next trees' expected tokens are wanted.
         constants: A call's; those of the calls that follow have the same shapes.
     """
 
@@ -54,12 +51,11 @@ class Rounds:
         cache: TreeCache,
         processors: LogitsProcessorList,
         do_sample: bool,
-        sizes: Sequence[int],
         constants: Constants,
     ) -> None:
         # Not the models themselves, which keep this.
         self.target, self.drafter, self.layer_ids = shadow(source.target), shadow(source.drafter), source.layer_ids
-        self.cache, self.context, self.processors, self.sizes = cache, source.cache, processors, tuple(sizes)
+        self.cache, self.context, self.processors = cache, source.cache, processors
         self.nodes, self.depth, self.block = source.nodes, source.max_depth, source.block_size
         self.device, self.dtype = source.device, source.dtype
         self.noise = Noise(self.device) if do_sample else None
@@ -83,7 +79,7 @@ class Rounds:
         self.committed = torch.ones(1, cache.capacity, dtype=torch.bool, device=self.device)
         self.context_committed = torch.ones(1, self.context.capacity, dtype=torch.bool, device=self.device)
         # float64 holds ids exactly, so that all comes in one piece.
-        self.result = self.zeros(1, 1 + 2 * self.most + len(self.sizes), dtype=torch.float64)
+        self.result = self.zeros(1, 1 + 2 * self.most, dtype=torch.float64)
         self.features = self.zeros(1, 1, len(self.layer_ids) * config.hidden_size, dtype=source.target.dtype)
 
     def range(self, end: int) -> torch.Tensor:
@@ -160,11 +156,10 @@ class BlockDraft:
         rounds: Whose root it drafts behind.
         target: With the embedding and the output head.
         most: Rows of new context, at most.
-        nodes: Of the tree.
     """
 
-    def __init__(self, rounds: Rounds, target: Any, most: int, nodes: int) -> None:
-        self.rounds, self.target, self.most, self.nodes = rounds, target, most, nodes
+    def __init__(self, rounds: Rounds, target: Any, most: int) -> None:
+        self.rounds, self.target, self.most = rounds, target, most
         self.drafter = shadow(rounds.drafter)
         self.token_ids = rounds.zeros(1, rounds.block) + self.drafter.config.mask_token_id
         # Context, of which the first rows count, then the block, which lies right behind those.
@@ -203,10 +198,8 @@ class BlockDraft:
         """
         rounds = self.rounds
         hidden = self.hidden_states(features, count)
-        candidates = best_candidates(
-            draft_logits(self.target, hidden, self.drafter), min(self.nodes, rounds.candidates)
-        )
-        rounds.take_tree(rounds.build_tree(*candidates, self.nodes))
+        candidates = best_candidates(draft_logits(self.target, hidden, self.drafter), rounds.candidates)
+        rounds.take_tree(rounds.build_tree(*candidates, rounds.nodes))
         rounds.context_length.add_(count)
 
     def hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -234,7 +227,7 @@ class Start(Recorded):
         super().__init__(rounds.device, rounds.memory)
         self.rounds = rounds
         # As many rows as in steps, so that it is compiled for both.
-        self.block_draft = BlockDraft(rounds, rounds.target, rounds.most, rounds.nodes)
+        self.block_draft = BlockDraft(rounds, rounds.target, rounds.most)
         self.features = rounds.features.new_zeros(1, rounds.most, rounds.features.shape[-1])
         self.none = rounds.zeros(1)
 
@@ -247,15 +240,9 @@ class Start(Recorded):
     def restored(self) -> AbstractContextManager[None]:
         return self.rounds.restored()
 
-    def run(self) -> list[float]:
-        """Draft. Returns the tokens that the tree's best nodes are expected to commit, by `Rounds.sizes`."""
-        self.replay()
-        return self.rounds.fetch()[1 + 2 * self.rounds.most :]
-
     @torch.no_grad()
     def round(self) -> None:
         self.block_draft.draft(self.features, self.none)
-        self.rounds.result[:, 1 + 2 * self.rounds.most :] = promises(self.rounds.tree, self.rounds.sizes)
 
 
 class Step(Recorded):
@@ -265,10 +252,9 @@ class Step(Recorded):
     Args:
         rounds: What it shares with other sizes.
         nodes: Of the tree that it verifies. With 0 it drafts nothing, and leaves its features to the caller.
-        next_tree: Nodes of the tree that it leaves for the next round.
     """
 
-    def __init__(self, rounds: Rounds, nodes: int, next_tree: int) -> None:
+    def __init__(self, rounds: Rounds, nodes: int) -> None:
         super().__init__(rounds.device, rounds.memory)
         self.rounds = rounds
         self.nodes = min(nodes, rounds.tree.token_ids.shape[1])
@@ -279,7 +265,7 @@ class Step(Recorded):
         rows = self.nodes + 1
         self.visible, self.depths = rounds.zeros(1, rows, rows, dtype=torch.bool), rounds.zeros(1, rows)
         share_rows(self, self.target, rounds.cache, rounds.length, rounds.committed, self.visible, self.depths)
-        self.block_draft = BlockDraft(rounds, self.target, self.most, next_tree) if nodes > 0 else None
+        self.block_draft = BlockDraft(rounds, self.target, self.most) if nodes > 0 else None
 
     @property
     def drafts(self) -> bool:
@@ -305,12 +291,11 @@ class Step(Recorded):
             self.rounds.noise.begin()
         self.replay()
         count, *path = self.rounds.fetch()
-        tokens, expected = self.rounds.most, 2 * self.rounds.most
+        tokens = self.rounds.most
         return Outcome(
             rows=[int(row) for row in path[: int(count)]],
             token_ids=[int(token) for token in path[tokens : tokens + int(count)]],
-            tokens=self.rounds.result[:, 1 + tokens : 1 + expected],
-            expected=path[expected:],
+            tokens=self.rounds.result[:, 1 + tokens :],
         )
 
     def commit(self, count: int) -> None:
@@ -351,7 +336,7 @@ class Step(Recorded):
         rounds.position.add_(count[:, None])
         missing = (0, rounds.most - self.most)
         rows, tokens = torch.nn.functional.pad(rows, missing, value=-1), torch.nn.functional.pad(tokens, missing)
-        rounds.result.copy_(torch.cat([count[:, None], rows, tokens, promises(rounds.tree, rounds.sizes)], dim=1))
+        rounds.result.copy_(torch.cat([count[:, None], rows, tokens], dim=1))
 
 
 def tree_functions(kind: TreeKind, nodes: int, device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -13,7 +13,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from .acceptance_watch import watch_acceptance
-from .budget import Budget, clock, make_budget
+from .budget import Budget, make_budget
 from .candidate_generator import DDTreeCandidateGenerator
 from .capture import find_rounds, find_start, find_step, run_prompt, why_not_captured
 from .compat import CACHE_KEY, decoder_only_output
@@ -23,7 +23,7 @@ from .draft_tree import DraftTree, ancestor_matrix
 from .logits_process import commit_next, walk
 from .outputs import DDTreeStats, GenerateDDTreeOutput, GenerationRecord, PlainColumns, ended
 from .rope import RopeSwitch
-from .target_state import Buffers, claim, state_of
+from .target_state import Buffers, claim
 from .tree_cache import rows_ahead
 from .validation import check_batch
 from .verifier import Verifier
@@ -87,18 +87,12 @@ def ddtree_decoding(
             del outputs, features
             if not stop:
                 reason = why_not()
-                find_budget = functools.partial(
-                    make_budget, source, state_of(model).experiences, do_sample=do_sample, length=record.length
-                )
-                budget = find_budget(captured=reason is None)
+                budget = make_budget(config, model)
                 if reason is None:
                     position, stop = captured_rounds(call, budget, position)
-                    if config.budget == "auto":  # what they have left takes other times
-                        budget = find_budget(captured=False)
                 else:
                     stats.path = f"plain: {reason}"
                 if not stop:
-                    started = clock()
                     drafted = draft(call, budget, position)
 
             while model._has_unfinished_sequences(stop, synced_gpus, device=record.input_ids.device):
@@ -129,8 +123,7 @@ def ddtree_decoding(
                 stats.add_round(nodes, root, tree, rows, keep_tree=config.record_trees)
                 # Draft the next block, and build the tree from its distributions.
                 if not stop:
-                    budget.observe(nodes, rows, None if plain else clock() - started, record.length)
-                    started = clock()
+                    budget.observe(nodes, len(rows))
                     drafted = draft(call, budget, position)
 
         if verifier.recomputed:  # what the caller's cache holds belongs to another text now
@@ -185,10 +178,11 @@ def draft(call: Call, budget: Budget, position: torch.Tensor) -> Drafted:
         placed = verifier.constants.place(position)
         plain = rope.crossed(record.length, placed) or verifier.drops_cache or verifier.plain_only
         depth = min(record.room - 1, rope.room(record.length, placed), verifier.most_nodes)
-        depth = 0 if plain or not budget.drafts else depth
+        depth = 0 if plain or budget.nodes == 0 else depth
         root = record.last_token.to(verifier.device)
         tree = source.draft_tree(root, position, depth).first(verifier.most_nodes)
-        return Drafted(*(budget.cut(tree) if depth > 0 else (tree, 0)), plain)
+        nodes = budget.nodes if depth > 0 else 0
+        return Drafted(tree.first(nodes), nodes, plain)
 
 
 def captured_rounds(call: Call, budget: Budget, position: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -209,35 +203,29 @@ def captured_rounds(call: Call, budget: Budget, position: torch.Tensor) -> tuple
         if rounds is None or not rounds.fits():
             if rounds is not None:  # outgrown: nothing may hold its graphs while the next are captured
                 root, position, tree = root.clone(), position.clone(), DraftTree(*map(torch.clone, rounds.tree))
-                rounds = step = budget.ready = None
+                rounds = step = None
             rounds = find_rounds(
-                call.buffers, source, call.processors, call.do_sample, budget, record.room, verifier.constants
+                call.buffers, source, call.processors, call.do_sample, record.room, verifier.constants
             )
             rounds.begin(root, position, record.room, verifier.prompt_mask, verifier.constants)
             if tree is not None:
                 rounds.take_tree(tree)
-            root, position, budget.ready = rounds.root, rounds.position, rounds.steps.keys()
-        elif due and budget.drafts:  # the context has grown
+            root, position = rounds.root, rounds.position
+        elif due and budget.nodes > 0:  # the context has grown
             rounds.begin(root, position, record.room, verifier.prompt_mask, verifier.constants)
         if due:
             nodes = first_tree(call, budget, rounds)
-        step = find_step(rounds, min(nodes, source.nodes), budget, source.config.execution)
+        step = find_step(rounds, min(nodes, source.nodes), source.config.execution)
         if not isinstance(step, Step):
             stats.path = step
-            # Where drafting pauses the tree is an old one.
-            if not nodes or (other := budget.cut(rounds.tree)[1]) == nodes:
-                break
-            due, nodes = False, other
-            continue
+            break
         stats.path = step.path
         verified = rounds.tree.first(step.nodes)
         if source.config.record_trees:
             verified = DraftTree(*map(torch.clone, verified))
         bonus = record.last_token
-        started = clock()
         with call.timed("round"):
             outcome = step.run()
-        seconds = clock() - started
         count, stop = record.commit_path(outcome.token_ids, outcome.tokens)
         step.commit(count)
         stats.add_round(nodes, bonus, verified, outcome.rows[:count], keep_tree=source.config.record_trees)
@@ -245,11 +233,11 @@ def captured_rounds(call: Call, budget: Budget, position: torch.Tensor) -> tuple
             source.append(rounds.features.clone(), position - 1)
         if stop:
             break
-        budget.observe(nodes, outcome.rows, seconds, record.length)
-        due = not (step.drafts and budget.drafts)
+        budget.observe(nodes, count)
+        due = not step.drafts or budget.nodes == 0
         if not due:
-            nodes = budget.choose(outcome.expected)
-        elif budget.drafts:  # again, behind tokens that no round has drafted from
+            nodes = budget.nodes
+        elif budget.nodes > 0:  # again, behind tokens that no round has drafted from
             source.absorb(root, position)
     return position, stop
 
@@ -257,9 +245,10 @@ def captured_rounds(call: Call, budget: Budget, position: torch.Tensor) -> tuple
 def first_tree(call: Call, budget: Budget, rounds: Rounds) -> int:
     """Give the next round a tree behind its root, from which no round has drafted. Returns the nodes that it verifies,
     0 while drafting pauses."""
-    if budget.drafts and (start := find_start(rounds, call.source.config.execution)) is not None:
+    if budget.nodes > 0 and (start := find_start(rounds, call.source.config.execution)) is not None:
         with call.timed("draft"):
-            return budget.choose(start.run())
+            start.replay()
+        return budget.nodes
     tree, nodes, _ = draft(call, budget, rounds.position)
     if nodes:
         rounds.take_tree(tree)

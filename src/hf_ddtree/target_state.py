@@ -1,5 +1,5 @@
 """What the library keeps on a target between calls: a lock, the buffers and captured steps of the last ones, and
-what they learned."""
+what was accepted of drafters."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ class TargetState:
         self.lock = threading.Lock()
         self.busy = False
         self.buffers: Buffers | None = None
-        self.experiences: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()  # by drafter
         self.acceptances: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by drafter
         self.uncompiled = 0  # calls that need the uncompiled forward now
         self.compiled: Any = None  # what they put aside
@@ -130,13 +129,9 @@ def release_buffers(model: Any) -> None:
     """Free the buffers and captured graphs that earlier `ddtree` calls left on `model` for later ones.
 
     Args:
-        model: A target, or what wraps one (`torch.compile`, an adapter). What was learned of rounds' costs stays.
+        model: A target, or what wraps one (`torch.compile`, an adapter).
     """
     for module in model.modules():  # what torch.compile or an adapter wraps is one of them
         if module.__dict__.get(_ATTRIBUTE) is not None:
-            state = state_of(module)
-            state.buffers = None
-            for experiences in state.experiences.values():
-                for experience in experiences.values():
-                    experience.ruled_out.clear()  # there is room now
+            state_of(module).buffers = None
     gc.collect()  # graphs and what they belong to know each other
