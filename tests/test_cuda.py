@@ -109,8 +109,7 @@ def test_captured_rounds_are_plain_decodings(target: PreTrainedModel, options: d
 
 @pytest.mark.parametrize("budget", ["auto", [0, 15, 0, 0, 63, 31, 7, 0, 127] * 20, 0], ids=["auto", "mixed", "none"])
 @pytest.mark.parametrize("options", [GREEDY, SAMPLING], ids=["greedy", "warped"])
-def test_graphs_of_several_sizes(budget: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_ddtree.budget.CAPTURE_SHARE", float("inf"))
+def test_graphs_of_several_sizes(budget: Any, options: dict[str, Any]) -> None:
     model = tiny_target("qwen2_mixed").cuda()
     drafter = tiny_drafter(model, block_size=16).cuda()
     config = DDTreeConfig(budget=budget, execution="captured")
