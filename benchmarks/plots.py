@@ -160,7 +160,7 @@ def draw_evaluation(directory: Path) -> Iterator[Path]:
 
 
 def place_of(method: str) -> tuple[int, int]:
-    """Where a method stands: single tokens, chains, static trees, trees by budget, learned budgets."""
+    """Where a method stands: single tokens, chains, static trees, trees by budget, "auto"."""
     budget = int(match[0]) if (match := re.search(r"\d+", method)) else 0
     kinds = ("one token", "chain", "static", "ddtree")
     kind = next((place for place, kind in enumerate(kinds) if kind in method), len(kinds))

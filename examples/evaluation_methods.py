@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from evaluation_data import Prompt
-from hf_ddtree import DDTreeConfig, DFlashDraftModel, budget
+from hf_ddtree import DDTreeConfig, DFlashDraftModel
 
 WARM_UP = [
     "Say hello.",
@@ -83,16 +82,6 @@ def make_methods(
         stock["compiled generate"] = {"cache_implementation": "static", "max_cache_len": max_cache_len}
     stock["native chain"] = {"assistant_model": drafter, "speculation_type": "dflash"}
     return stock | {name: {"assistant_model": drafter, "ddtree": config} for name, config in trees.items()}
-
-
-@contextlib.contextmanager
-def settling() -> Iterator[None]:
-    """Let graphs of other sizes be captured at once, rather than when decoding has paid for them."""
-    original, budget.CAPTURE_SHARE = budget.CAPTURE_SHARE, float("inf")
-    try:
-        yield
-    finally:
-        budget.CAPTURE_SHARE = original
 
 
 class Rounds(BaseStreamer):
@@ -204,7 +193,7 @@ def longest_prompt(pair: ChatPair, prompts: list[Prompt], new_tokens: int) -> in
 def warm_up(
     pair: ChatPair, methods: dict[str, dict[str, Any]], temperatures: Sequence[float], longest: int, new_tokens: int
 ) -> None:
-    """Compile, capture, allocate and learn, on a GPU with texts as long as those to come.
+    """Compile, capture and allocate, on a GPU with texts as long as those to come.
 
     The largest trees first: where buffers grow, the graphs over them are lost.
     """
@@ -213,15 +202,14 @@ def warm_up(
     def nodes(name: str) -> int:
         return max(methods[name]["ddtree"].sizes(device)) if "ddtree" in methods[name] else 0
 
-    texts = [pair.encode([{"role": "user", "content": text}]) for text in WARM_UP]
+    texts = [pair.encode([{"role": "user", "content": text}]) for text in WARM_UP[:2]]
     if device == "cuda":
-        texts.insert(0, texts[1].repeat(1, longest // texts[1].shape[1] + 1)[:, : max(longest, 1)])
-    with settling():
-        for temperature in temperatures:
-            for name in sorted(methods, key=nodes, reverse=True):
-                for ids in texts if name == "ddtree auto" else texts[:2]:
-                    row = answer(pair.target, ids, new_tokens, methods[name], temperature)
-                tqdm.write(f"temperature {temperature:g}, {name}: {row.get('path', 'stock')}", file=sys.stderr)
+        texts = [texts[1].repeat(1, longest // texts[1].shape[1] + 1)[:, : max(longest, 1)], texts[0]]
+    for temperature in temperatures:
+        for name in sorted(methods, key=nodes, reverse=True):
+            for ids in texts:
+                row = answer(pair.target, ids, new_tokens, methods[name], temperature)
+            tqdm.write(f"temperature {temperature:g}, {name}: {row.get('path', 'stock')}", file=sys.stderr)
 
 
 @torch.no_grad()

@@ -5,8 +5,8 @@ method give what its round costs on this device, and what a call costs besides: 
 
     seconds besides + rounds * seconds of a round
 
-and the plain method's likewise, with a token for a round. A learned budget is not predicted: it is about as good as
-the best of the fixed ones.
+and the plain method's likewise, with a token for a round. `"auto"` is not predicted: as long as it finds no reason
+to leave trees out, it is one of the fixed budgets.
 """
 
 from __future__ import annotations

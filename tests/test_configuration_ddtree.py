@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from hf_ddtree import DDTreeConfig
-from hf_ddtree.configuration_ddtree import first_size
 
 OPTIONS = ["budget", "tree", "max_depth", "execution", "record_trees", "record_times"]
 CONFIGS = [
@@ -32,9 +31,8 @@ def test_the_defaults_are_a_best_first_tree_of_the_documented_size() -> None:
         "record_trees": False,
         "record_times": False,
     }
-    assert config.sizes("cpu") == (0, 3, 7, 15, 31, 63)
-    assert config.sizes("cuda") == config.sizes("mps") == (0, 15, 31, 63, 127, 255)
-    assert (first_size("cpu"), first_size("cuda"), first_size("mps")) == (15, 63, 63)
+    assert config.sizes("cpu") == (0, 7)
+    assert config.sizes("cuda") == config.sizes("mps") == (0, 63)
 
 
 @pytest.mark.parametrize("budget", [0, 1, 15, 16, 255, 1024])

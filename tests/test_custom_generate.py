@@ -145,10 +145,10 @@ def test_a_model_loaded_from_a_repository_with_the_folder_uses_it(
     shutil.copytree(DOOR, repository, dirs_exist_ok=True)
     model = AutoModelForCausalLM.from_pretrained(repository, trust_remote_code=True)
     options: dict[str, Any] = {"assistant_model": door["assistant_model"], "return_dict_in_generate": True} | GREEDY
-    for value in (True, {"budget": 7}):
+    for value in (True, {"budget": 5}):
         out = model.generate(prompt_ids(8), ddtree=value, **options)
         assert out.sequences.tolist() == expected.tolist()
-        assert out.ddtree_stats.budgets[0] == (15 if value is True else 7)
+        assert out.ddtree_stats.budgets[0] == (7 if value is True else 5)
     assert model.generate(prompt_ids(8), **options).ddtree_stats.rounds > 0
     assert model.generate(prompt_ids(8), ddtree=False, **GREEDY).tolist() == expected.tolist()
     with pytest.raises(ValueError, match="needs a drafter"):

@@ -130,10 +130,10 @@ def test_the_three_ways_to_ask_are_one(target: PreTrainedModel, drafter: DFlashD
     model, ids = copy.deepcopy(target), prompt_ids(8)
     options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
     expected = model.generate(ids, **options).sequences.tolist()
-    for value in (True, {"budget": 7}, DDTreeConfig(budget=7)):
+    for value in (True, {"budget": 9}, DDTreeConfig(budget=9)):
         out = model.generate(ids, assistant_model=drafter, ddtree=value, **options)
         assert out.sequences.tolist() == expected
-        assert out.ddtree_stats.budgets[0] == (15 if value is True else 7)
+        assert out.ddtree_stats.budgets[0] == (7 if value is True else 9)
     config = GenerationConfig(**options, ddtree={"budget": 5})
     out = model.generate(ids, assistant_model=drafter, generation_config=config)
     assert out.ddtree_stats.budgets[0] == 5

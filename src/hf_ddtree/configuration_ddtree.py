@@ -10,9 +10,9 @@ MAX_BUDGET = 1024
 TREES = ("best_first", "chain", "static")
 EXECUTIONS = ("auto", "captured", "plain")
 
-# What "auto" stands for: a CPU pays for each node in compute, a GPU reads the weights anyway. On a GPU one less than a
-# power of two, since the root takes a row as well.
-_AUTO_CPU, _AUTO = 7, 63
+# Nodes of the trees of "auto": a CPU pays for each in compute, a GPU reads the weights anyway. One less than a power
+# of two, since the root takes a row as well.
+_AUTO, _AUTO_CPU = 63, 7
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,12 @@ class DDTreeConfig:
 
     Args:
         budget (`int`, `"auto"` or a sequence of `int`):
-            Nodes of a tree besides its root, 0 to 1024; without any, a round gives one token. `"auto"` is 63, on a CPU
-            7, and single tokens for a while (64 rounds, then twice as many each time) where the last 32 trees of a
-            call gave less than 1.25 tokens a round, on a CPU 2. It never gives way under
-            `torch.use_deterministic_algorithms` and where ranks share a target. A sequence, such as another call's
-            `ddtree_stats.budgets`, is replayed, its last number for all further rounds.
+            Nodes of a tree besides its root, 0 to 1024; without any, a round gives one token. `"auto"` is 7 on a
+            CPU and 63 elsewhere. Where 32 rounds with trees have given fewer than 2 tokens in the mean on a CPU, or
+            1.25 elsewhere, the call goes on with single tokens for 64 rounds, and then tries trees again; the next
+            time it is twice as many. Under `torch.use_deterministic_algorithms`, and where ranks share one target,
+            trees are never given up. A sequence, such as another call's `ddtree_stats.budgets`, is replayed, its last
+            number for all further rounds.
         tree (`"best_first"`, `"chain"` or `"static"`):
             DDTree's most probable prefixes, DFlash's single most probable continuation, or a tree of fixed shape.
         max_depth (`int`, *optional*):
