@@ -8,12 +8,13 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from all_targets import classes, config_classes, tiny_config, tiny_model
-from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, DFlashDraftModel
+from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, DFlashDraftModel, logits_scaling
 from hf_ddtree.candidate_generator import best_candidates, draft_logits, embed_tokens
-from scripted import VOCAB, prompt_ids, tiny_drafter, tiny_target
+from hf_ddtree.shadow import shadow
+from scripted import SIZES, VOCAB, prompt_ids, tiny_drafter, tiny_target
 
 
 def a_pair_that_agrees(block_size: int = 8, **overrides: Any) -> tuple[PreTrainedModel, DFlashDraftModel]:
@@ -179,6 +180,40 @@ def test_draft_logits_are_the_targets(field: str, value: float) -> None:
         "final_logit_softcapping": torch.tanh(plain / value) * value,
     }[field]
     torch.testing.assert_close(draft_logits(model, hidden), expected)
+
+
+class Multiplies(LlamaForCausalLM):
+    """Scales its logits; nothing but its forward says how."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits * self.config.logits_scaling
+        return outputs
+
+
+class Divides(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits / self.config.logits_scaling
+        return outputs
+
+
+@pytest.mark.parametrize("kind", [Multiplies, Divides])
+@pytest.mark.parametrize("scaling", [0.2, 4.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_target_does_with_its_scaling_is_seen_not_known(
+    kind: type[LlamaForCausalLM], scaling: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logits_scaling, "_multiplying", {})
+    model = kind(LlamaConfig(**SIZES, logits_scaling=scaling)).eval().to(dtype)
+    with torch.no_grad():
+        out = model(prompt_ids(5), output_hidden_states=True)
+        DDTreeCandidateGenerator(model, tiny_drafter(model), DDTreeConfig(), max_length=100)
+        # A capture cannot begin with a forward that the host looks at.
+        monkeypatch.setattr(kind, "forward", None)
+        torch.testing.assert_close(draft_logits(model, out.hidden_states[-1]), out.logits)
+        torch.testing.assert_close(draft_logits(shadow(model), out.hidden_states[-1]), out.logits)
+    assert not model.lm_head._forward_hooks
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import ModelOutput
 from . import compat
 from .configuration_ddtree import DDTreeConfig
 from .draft_tree import DraftTree, build_tree
+from .logits_scaling import multiplies
 from .modeling_dflash import DFlashDraftModel
 from .snapshot import Snapshot, take_snapshot
 from .state import DecodingState
@@ -24,7 +25,6 @@ from .verifier import Features, input_device
 
 _MOST_CONTEXT = 2048  # tokens that one drafter pass makes context: its own tensors stay small beside the prompt's
 _MOST_PENDING = 512  # tokens that may wait for the next draft to become context
-_MULTIPLIED_BY_SCALING = ("hyperclovax",)
 _CONTEXT = "_hf_ddtree_context"  # on a cache that `generate` returned
 
 
@@ -78,6 +78,7 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         self.candidates = min(self.nodes, width)  # of each depth
         self.model_kwargs_overrides = {"output_hidden_states": compat.hidden_states_request(self.layer_ids)}
         self.cache = DraftCache.for_config(drafter.config) if cache is None else cache
+        multiplies(target)  # asked for the first time, and not in a capture
         self._features: list[torch.Tensor] = []
         self._positions: list[torch.Tensor] = []
 
@@ -399,8 +400,8 @@ def draft_logits(target: Any, hidden: torch.Tensor, drafter: Any = None) -> torc
         multiplier = getattr(config, "logit_scale", None)  # Cohere
         if multiplier is None:
             multiplier = getattr(config, "output_multiplier", None)  # Muse Glimmer
-        if (scaling := getattr(config, "logits_scaling", None)) is not None:  # a factor for some, Granite divides
-            logits = logits * scaling if config.model_type in _MULTIPLIED_BY_SCALING else logits / scaling
+        if (scaling := getattr(config, "logits_scaling", None)) is not None:
+            logits = logits * scaling if multiplies(target) else logits / scaling
         cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
     if multiplier is not None:
         logits = logits * multiplier
