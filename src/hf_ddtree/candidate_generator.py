@@ -178,7 +178,11 @@ class DDTreeCandidateGenerator(CandidateGenerator):
             self.cache.settle()
 
     def take_new(self, state: DecodingState) -> None:
-        """Take over the features that the last round has left, for the next draft."""
+        """Take over the features that the last round has left, for the next draft.
+
+        Args:
+            state: Where decoding stands.
+        """
         if new := state.new.host:
             steps = torch.arange(new, device=state.position.device)
             self.append(state.features[:, :new].clone(), (state.position - new)[:, None] + steps)

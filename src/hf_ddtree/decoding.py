@@ -152,13 +152,13 @@ def ddtree_decoding(
                 nodes, bonus = budget.nodes, record.last_token
                 graph: RoundGraph | str | None = None
                 if graphs:
+                    source.catch_up(state, drafts=nodes > 0)
                     if kind is None or not kind.fits():
                         kind = None  # outgrown: nothing may hold its graphs while the next are captured
                         kind = find_kind(buffers, source, verifier, record, logits_processor, do_sample)
                     graph = kind.ready(nodes) or find_graph(kind, nodes, decode_round, launched, config.execution)
                     stats.path = graph if isinstance(graph, str) else graph.path
                 if isinstance(graph, RoundGraph):
-                    source.catch_up(state, drafts=graph.nodes > 0)
                     with timed("round"):
                         tree, path = graph.run()
                         if config.record_trees:

@@ -223,10 +223,11 @@ class RoundKind:
         return self.graphs.get(min(nodes, self.nodes))
 
     def fits(self) -> bool:
-        """Whether the buffers hold another round."""
+        """Whether the buffers hold another round, and are those that graphs write to: they may have grown since."""
+        rows, context_rows = self.committed.shape[1], self.context_committed.shape[1]
         return (
-            self.cache.length + self.nodes + 1 <= self.committed.shape[1]  # not the buffers', which may have grown
-            and self.context.length + self.most + self.block <= self.context_committed.shape[1]
+            self.cache.length + self.nodes + 1 <= rows == self.cache.capacity
+            and self.context.length + self.most + self.block <= context_rows == self.context.capacity
         )
 
 
