@@ -137,6 +137,12 @@ layers that keep a state; *encoder*, a model that sees later tokens as it is, or
 inputs*, a model whose forward takes images or sound as well. Only its text is compared here; `tests/test_images.py`
 compares prompts with images for some families.
 
+A target may be compiled, whole or in part: `model.compile()`, or `torch.compile` of a forward, a module, a layer or
+the forward of a class. Trees run what lies beneath, and the compiled form stays as it is, with its graphs, for calls
+without trees; those of other threads run uncompiled while one with trees is on. On GPUs rounds are captured as without
+compilation, but launched where `torch.compile` put a module of its own in a place or compiled a class's forward. A
+class given to `torch.compile`, and a compiled forward inside another function, are refused.
+
 Of {text} text targets {equal} are equal.
 
 | kind | equal | refused | plain fails | broken |

@@ -46,7 +46,7 @@ def prefill(
     verifier.cache.reserve(already + (input_ids if embeds is None else embeds).shape[1] + ahead)
 
     def launch() -> tuple[Any, Features]:
-        with verifier.target_call() as chunks:
+        with verifier.taps.recording() as chunks:
             outputs = verifier.model._prefill(
                 input_ids,
                 generation_config,

@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn.modules import module as _module
 from transformers import PreTrainedConfig
 
+from .dynamo import is_own_forward
+
 # Attributes of modules that a graph has baked in, by their types.
 _NUMBER, _FUNCTION, _TENSOR = range(3)
 _KINDS = dict.fromkeys((bool, int, float, str), _NUMBER)
@@ -54,7 +56,7 @@ def take_snapshot(model: nn.Module) -> Snapshot:
             if kind == _NUMBER:
                 seen.append(value)
             elif kind == _FUNCTION:
-                seen.append(id(value))
+                seen.append(id(getattr(value, "__func__", value)))  # of methods there is a new one at any time
             else:
                 seen += (id(value), value.data_ptr(), value.dtype)
         for tensor in own["_parameters"].values():
@@ -66,7 +68,7 @@ def take_snapshot(model: nn.Module) -> Snapshot:
                 seen += (id(tensor), tensor.data_ptr(), tensor.dtype, tensor.stride())
         hooks += own["_forward_hooks"].values()
         hooks += own["_forward_pre_hooks"].values()
-        hooked = hooked or "forward" in own
+        hooked = hooked or ("forward" in own and not is_own_forward(module, own["forward"]))
         adapted = adapted or type(module).__module__.startswith("peft.")
         if (config := own.get("config")) is not None:
             configs[id(config)] = config

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .dynamo import Aside, put_aside, put_back
 from .state import DecodingState
 from .tree_cache import DraftCache, TreeCache
 
@@ -93,7 +94,7 @@ class TargetState:
         self.buffers: Buffers | None = None
         self.acceptances: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by drafter
         self.uncompiled = 0  # calls that need the uncompiled forward now
-        self.compiled: Any = None  # what they put aside
+        self.compiled: list[Aside] = []  # what they put aside
 
     def __deepcopy__(self, memo: Any) -> TargetState:
         return TargetState()
@@ -142,11 +143,11 @@ def claim(model: Any, device: torch.device | None = None) -> Iterator[Buffers]:
 
 @contextmanager
 def uncompiled(model: Any) -> Iterator[None]:
-    """Run the uncompiled forward of a model compiled in place: the graph does not know hooks that came after it."""
+    """Run what lies beneath where the caller compiled a model or parts of it: no hook fires in a graph."""
     state = state_of(model)
     with state.lock:
         if state.uncompiled == 0:
-            state.compiled, model._compiled_call_impl = model._compiled_call_impl, None
+            state.compiled = put_aside(model)
         state.uncompiled += 1
     try:
         yield
@@ -154,7 +155,8 @@ def uncompiled(model: Any) -> Iterator[None]:
         with state.lock:
             state.uncompiled -= 1
             if state.uncompiled == 0:
-                model._compiled_call_impl, state.compiled = state.compiled, None
+                put_back(state.compiled)
+                state.compiled = []
 
 
 def release_buffers(model: Any) -> None:

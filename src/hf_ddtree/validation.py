@@ -15,6 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from .anatomy import decoder_layers, find_decoder
 from .compat import CACHE_KEY, INDEXED_KINDS
 from .drafter_formats import REQUIRED
+from .dynamo import hides_compiled
 from .rope import rope_parameters
 
 # Attention functions that add a 4D mask to the scores. Flash kernels take none, and flex attention's kernel on a CPU
@@ -159,6 +160,12 @@ def check_target(model: Any) -> None:
     if not _is_causal(model):
         raise ValueError(
             f"{name} says that its attention is not causal (set `is_decoder=True` in its config, if it has that)."
+        )
+    if (around := hides_compiled(model, find_decoder(model)[0])) is not None:
+        raise ValueError(
+            f"{around} runs a forward that was compiled, in a way in which `ddtree` cannot run what lies beneath: "
+            "compile the module itself (`model.compile()`) or its forward (`model.forward = "
+            "torch.compile(model.forward)`), and put no function of your own around that."
         )
     prepare = model.prepare_inputs_for_generation
     if getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:

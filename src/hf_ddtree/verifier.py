@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -52,6 +52,8 @@ class FeatureTaps:
         self._handles.append(decoder.register_forward_pre_hook(self._begin, with_kwargs=True))
 
     def _begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_dynamo_compiling():  # what others compile meanwhile, without the taps
+            return
         current = self._current.get()
         if current is not None and current.taps is self:
             inputs = next(x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
@@ -60,6 +62,8 @@ class FeatureTaps:
 
     def _hook(self, layer_id: int) -> Any:
         def record(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.compiler.is_dynamo_compiling():
+                return
             current = self._current.get()
             if current is None or current.taps is not self:
                 return
@@ -151,7 +155,8 @@ class Verification(NamedTuple):
 
 class Verifier:
     """
-    One target call: ids, positions, mask -> logits and features.
+    One target call: ids, positions, mask -> logits and features. What the caller compiled of the target is put aside
+    until `close`, as long as there are hooks on it.
 
     Args:
         model: The target.
@@ -171,7 +176,10 @@ class Verifier:
     ) -> None:
         self.model = model
         self.cache = cache
+        self._open = ExitStack()
+        self._open.enter_context(uncompiled(model))
         self.taps = FeatureTaps(model, layer_ids)
+        self._open.callback(self.taps.remove)
         self.config = model.config.get_text_config(decoder=True)
         self.dtype = model.dtype
         self.device = input_device(model.get_input_embeddings(), prompt_device)
@@ -215,7 +223,7 @@ class Verifier:
             inputs[CACHE_KEY], self.recomputed = self.cache, True
         already = self.cache.length
         self.cache.reserve(already + inputs["input_ids"].shape[1])
-        with self.target_call() as chunks:
+        with self.taps.recording() as chunks:
             outputs = self.model(**inputs, return_dict=True)
         *_, features = self.features(chunks, self.cache.length - already)
         # Some versions of Phi-3 run the last token alone, and drop the cache again at every later step.
@@ -251,7 +259,7 @@ class Verifier:
             )
             for kind, window in self.windows.items()
         }
-        with self.target_call() as chunks:
+        with self.taps.recording() as chunks:
             outputs = self.model(
                 input_ids=token_ids,
                 attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
@@ -289,13 +297,7 @@ class Verifier:
         self.cache.close()
 
     def close(self) -> None:
-        self.taps.remove()
-
-    @contextmanager
-    def target_call(self) -> Iterator[dict[int, list[torch.Tensor]]]:
-        """Record features; hooks fire in the uncompiled forward only."""
-        with uncompiled(self.model), self.taps.recording() as chunks:
-            yield chunks
+        self._open.close()
 
     def features(self, chunks: dict[int, list[torch.Tensor]], rows: int) -> Features:
         """What the tap layers gave for so many rows.
