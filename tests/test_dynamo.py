@@ -15,9 +15,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import PreTrainedModel
 
 from hf_ddtree import DFlashDraftModel
+from hf_ddtree.anatomy import decoder_layers
 from hf_ddtree.snapshot import take_snapshot
 from hf_ddtree.target_state import uncompiled
-from hf_ddtree.verifier import decoder_layers
 from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
 
 Compile = Callable[..., Any]
