@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import pytest
@@ -666,20 +667,17 @@ def test_a_model_stays_compiled_after_an_exception_in_its_forward(
 ) -> None:
     model, _ = compiled
     call = model._compiled_call_impl
-    verifier = verifier_of(model)
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         assert model._compiled_call_impl is None
         raise KeyError("inside")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(model, "forward", fail)
-        with pytest.raises(KeyError, match="inside"):
-            prefill(verifier, *padded_prompt(0))
+    for run in (lambda verifier: prefill(verifier, *padded_prompt(0)), verify_anything):
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "forward", fail)
+            with closing(verifier_of(model)) as verifier, pytest.raises(KeyError, match="inside"):
+                run(verifier)
         assert model._compiled_call_impl is call
-        with pytest.raises(KeyError, match="inside"):
-            verify_anything(verifier)
-    assert model._compiled_call_impl is call
     assert FeatureTaps._current.get() is None
 
 
