@@ -166,6 +166,18 @@ def test_two_drafters_in_turn_find_their_graphs(monkeypatch: pytest.MonkeyPatch)
     assert sorted(captured) == ["Prompt", "Prompt", "RoundGraph", "RoundGraph"]
 
 
+@pytest.mark.usefixtures("stepped")
+def test_calls_of_other_depths_share_the_features_that_graphs_write_to() -> None:
+    model = tiny_target("llama")
+    drafter = tiny_drafter(model)
+    features = []
+    for depth in (3, None, 3, 1):
+        config = DDTreeConfig(budget=9, max_depth=depth)
+        run(model, prompt_ids(20), 12, assistant_model=drafter, ddtree=config, **GREEDY)
+        features.append(model.__dict__["_hf_ddtree_state"].buffers.state.features)
+    assert all(other is features[0] for other in features)
+
+
 # -- what a round costs ----------------------------------------------------------------------------------------------
 
 

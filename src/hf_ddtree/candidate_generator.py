@@ -153,17 +153,16 @@ class DDTreeCandidateGenerator(CandidateGenerator):
             positions: `(1, rows)`.
             prompt_mask: `(1, slots)` bool, False for padding.
         """
-        real = (
-            torch.ones_like(positions, dtype=torch.bool) if prompt_mask is None else prompt_mask[:, -features.rows :]
-        )
         start = 0
         for part in features:
-            rows = slice(start, start + part.shape[1])
-            kept = real[0, rows]
-            self.append(part[:, kept.to(part.device)], positions[:, rows][:, kept])
+            rows = slice(start, start := start + part.shape[1])
+            places = positions[:, rows]
+            if prompt_mask is not None:
+                kept = prompt_mask[0, -features.rows :][rows]
+                part, places = part[:, kept.to(part.device)], places[:, kept]
+            self.append(part, places)
             if self.extends:
                 self.absorb()
-            start = rows.stop
 
     @property
     def extends(self) -> bool:

@@ -130,16 +130,17 @@ def find_kind(
         tuple((name, types.dtype) for name, types in constants.types.items()), len(ends), _numeric_modes(),
     )  # fmt: skip
     for others in buffers.drafters:
-        for key in [key for key in others.kinds if key[1] != target_where or (others is own and key[2] != where)]:
-            del others.kinds[key]  # its weights or rows have moved
+        moved = others.made_for is not None and others.made_for[0] != target_where
+        if moved or (others is own and own.made_for != (target_where, where)):
+            others.kinds.clear()
+    own.made_for = target_where, where
     _forget_moved_prompts(buffers, source)
-    key = what, target_where, where
-    kind: RoundKind | None = own.kinds.pop(key, None)
+    kind: RoundKind | None = own.kinds.pop(what, None)
     if kind is None:
         gc.collect()  # graphs and what they belong to know each other, and old ones hold memory that new ones need
         with torch.inference_mode(False), _on(source.device):  # ordinary tensors, for calls outside of it too
             kind = RoundKind(source, buffers.cache, buffers.state, processors, do_sample, constants, ends)
-    own.kinds[key] = kind  # the last used is the last
+    own.kinds[what] = kind  # the last used is the last
     while len(own.kinds) > _MOST_KINDS:
         del own.kinds[next(iter(own.kinds))]
     kind.begin(verifier.prompt_mask, constants, ends)
@@ -181,11 +182,11 @@ def run_prompt(
     _forget_moved_prompts(buffers, source)
     if not 1 < token_ids.shape[1] <= MOST_TOKENS:  # in one token nothing could be compared
         return launch()
-    key = _prompt_key(buffers, source)
-    if key in buffers.prompts and why_not() is None:
-        kept = buffers.prompts[key]
+    if source.layer_ids in buffers.prompts and why_not() is None:
+        kept = buffers.prompts[source.layer_ids]
         return launch() if kept is None else run(kept)
     launched = launch()  # which gives the buffers their memory
+    _forget_moved_prompts(buffers, source)
     if why_not() is not None:
         return launched
     expected = results(launched[0].logits)
@@ -195,22 +196,19 @@ def run_prompt(
     if isinstance(prompt, Prompt):
         captured = run(prompt)
         if are_alike(results(captured[0].logits), expected):
-            buffers.prompts[_prompt_key(buffers, source)] = prompt
+            buffers.prompts[source.layer_ids] = prompt
             return captured
         cache.reset()
-    buffers.prompts[_prompt_key(buffers, source)] = None
+    buffers.prompts[source.layer_ids] = None
     return launch()
-
-
-def _prompt_key(buffers: Buffers, source: DDTreeCandidateGenerator) -> tuple[Any, ...]:
-    """What a graph of prompts is made for, the tap layers last."""
-    return source.target_snapshot.fingerprint, _numeric_modes(), _places(buffers.cache), source.layer_ids
 
 
 def _forget_moved_prompts(buffers: Buffers, source: DDTreeCandidateGenerator) -> None:
     """Drop the graphs of prompts if weights or rows have moved since they were made."""
-    for key in [key for key in buffers.prompts if key[:-1] != _prompt_key(buffers, source)[:-1]]:
-        del buffers.prompts[key]
+    made_for = source.target_snapshot.fingerprint, _numeric_modes(), _places(buffers.cache)
+    if buffers.prompts_made_for != made_for:
+        buffers.prompts.clear()
+        buffers.prompts_made_for = made_for
 
 
 def find_graph(

@@ -136,7 +136,7 @@ def ddtree_decoding(
             record.add_states(outputs, [0], 0, launched.columns, whole=True)
             position = verifier.prompt_positions[:, -1:]
             rope.crossed(record.length - 1, verifier.constants.place(position))
-            state.features = own.features_like(source.max_depth + 1, source.width, source.device, source.dtype)
+            state.features = own.features_like(source.block_size, source.width, source.device, source.dtype)
             state.begin(record.last_token, position + 1, record.room)
             del outputs, features
 

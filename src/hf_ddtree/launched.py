@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -48,9 +49,13 @@ class LaunchedRound:
         self.model_kwargs, self.users_cache = model_kwargs, users_cache
         self.on_device = walks_on_device(verifier.device, record, processors, do_sample)
         self.noise = Noise(verifier.device) if self.on_device and do_sample else None
-        self.ends = torch.tensor(record.end_token_ids, dtype=torch.int64, device=verifier.device)
         self.columns = self.plain_columns()
         self.plain = False  # whether this round is a plain step
+
+    @functools.cached_property
+    def ends(self) -> torch.Tensor:
+        """The tokens that end the text, `(E,)`."""
+        return torch.tensor(self.record.end_token_ids, dtype=torch.int64, device=self.verifier.device)
 
     def plain_columns(self) -> PlainColumns:
         """Those of plain decoding's attentions: the caller's cache, until a model drops that for one of its own."""

@@ -83,8 +83,7 @@ class Recorded:
         memory.stream = stream = memory.stream or torch.cuda.Stream(self.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles, and lets libraries allocate what they need
-                self.rehearse()
+            self.rehearse()  # compiles, and lets libraries allocate what they need
         current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with _own_workspaces(), torch.cuda.graph(graph, memory.pool, stream, capture_error_mode="thread_local"):
@@ -186,7 +185,7 @@ class RoundKind:
         self.memory = GraphMemory()
         self.build_tree, self.find_rows = tree_functions(source.config.tree, self.nodes, self.device)
         self.constants = constants.clone()
-        self.ends = self.zeros(len(ends))
+        self.ends, self._ends = self.zeros(len(ends)), [0] * len(ends)
         self.committed = torch.ones(1, cache.capacity, dtype=torch.bool, device=self.device)
         self.context_committed = torch.ones(1, self.context.capacity, dtype=torch.bool, device=self.device)
 
@@ -204,7 +203,9 @@ class RoundKind:
         if prompt_mask is not None:
             self.committed[:, : prompt_mask.shape[1]] = prompt_mask
         self.constants.copy_(constants)
-        self.ends.copy_(torch.tensor(ends, dtype=torch.int64))
+        if ends != self._ends:
+            self.ends.copy_(torch.tensor(ends, dtype=torch.int64))
+            self._ends = ends
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -226,8 +227,8 @@ class RoundKind:
         """Whether the buffers hold another round, and are those that graphs write to: they may have grown since."""
         rows, context_rows = self.committed.shape[1], self.context_committed.shape[1]
         return (
-            self.cache.length + self.nodes + 1 <= rows == self.cache.capacity
-            and self.context.length + self.most + self.block <= context_rows == self.context.capacity
+            self.cache.count.host + self.nodes + 1 <= rows == self.cache.capacity
+            and self.context.count.host + self.most + self.block <= context_rows == self.context.capacity
         )
 
 

@@ -48,8 +48,8 @@ class Path(NamedTuple):
     def fetch(self) -> list[int]:
         """The packed path on the host: a round's one wait for the device."""
         assert self.packed is not None
-        fetched: list[int] = self.packed[0].tolist()
-        return fetched
+        fetched: list[list[int]] = self.packed.tolist()
+        return fetched[0]
 
     def first(self, count: int) -> Path:
         """The first `count` rows."""

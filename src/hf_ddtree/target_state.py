@@ -34,10 +34,11 @@ class DrafterBuffers:
         self.drafter = weakref.ref(drafter)
         self.context = DraftCache.for_config(drafter.config, state.context_length)
         self.features = torch.zeros(1, 0, 0)
-        self.kinds: dict[Any, Any] = {}  # of rounds, by what they were made for
+        self.kinds: dict[Any, Any] = {}  # of rounds
+        self.made_for: tuple[Any, Any] | None = None  # where target and drafter, and the rows of each, lay for them
 
     def features_like(self, most: int, width: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """`(1, most, width)` there, the same for each call of these."""
+        """`(1, most, width)` there, the same for each call of these, since graphs write to it."""
         if (self.features.shape, self.features.device, self.features.dtype) != ((1, most, width), device, dtype):
             with torch.inference_mode(False):
                 self.features = torch.zeros(1, most, width, dtype=dtype, device=device)
@@ -58,8 +59,8 @@ class Buffers:
         self.state = DecodingState(device or model.device)
         self.cache = TreeCache.for_config(model.config.get_text_config(decoder=True), self.state.length)
         self.drafters: list[DrafterBuffers] = []  # the last used is the last
-        # Graphs of prompts, by what they were made for; `None` where there can be none.
-        self.prompts: dict[Any, Any | None] = {}
+        self.prompts: dict[Any, Any | None] = {}  # graphs, by tap layers; `None` where there can be none
+        self.prompts_made_for: Any = None
         self._left: torch.cuda.Event | None = None
 
     def of(self, drafter: Any) -> DrafterBuffers:
