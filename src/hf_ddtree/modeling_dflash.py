@@ -268,7 +268,9 @@ class DFlashDraftModel(DFlashPreTrainedModel):
             target's output head to predict the token k places after the bonus token.
         """
         cache = cache if cache is not None else past_key_values
-        context = self.hidden_norm(self.fc(context_hidden_states))
+        # Kernels of quantized layers may divide by the number of rows.
+        new = context_hidden_states.shape[1] > 0
+        context = self.hidden_norm(self.fc(context_hidden_states)) if new else noise_embeds[:, :0]
         rows = context.shape[1] + noise_embeds.shape[1]
         if position_ids is None:
             past = cache.get_seq_length() if cache is not None else 0
