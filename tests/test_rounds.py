@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_ddtree
-from hf_ddtree import DDTreeConfig, round_graph
+from hf_ddtree import DDTreeConfig, launched, round_graph
 from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.outputs import _HostStop
 from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
@@ -248,3 +248,30 @@ def test_a_graphs_round_waits_once(options: dict[str, Any], monkeypatch: pytest.
         out, _ = run(model, prompt_ids(20), 20, **call)
     assert len(reads.counts) == out.ddtree_stats.rounds > 3
     assert reads.counts[:-1] == [1] * (len(reads.counts) - 1)  # behind the last one the call ends
+
+
+def test_a_lazy_walk_waits_for_the_tree_and_once_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As stock decoding, whose loop asks after each token whether it was the last."""
+    model = tiny_target("qwen3")
+    call = GREEDY | {"repetition_penalty": 1.1, "assistant_model": tiny_drafter(model), "ddtree": {"budget": 7}}
+    reads, lists = Reads(), [0]
+    tolist, lazy_walk = torch.Tensor.tolist, launched.lazy_walk
+    counts: list[tuple[int, int]] = []
+
+    def counted(self: torch.Tensor) -> Any:
+        lists[0] += 1
+        return tolist(self)
+
+    def walk(*args: Any) -> Any:
+        lists[0] = 0
+        reads.counts.append(0)
+        path = lazy_walk(*args)
+        counts.append((lists[0], reads.counts.pop() - len(path.on_host)))
+        return path
+
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    monkeypatch.setattr(launched, "lazy_walk", walk)
+    with reads:
+        out, _ = run(model, prompt_ids(20), 30, **call)
+    assert len(counts) == out.ddtree_stats.rounds > 3
+    assert set(counts) == {(1, 0)}

@@ -63,8 +63,8 @@ def commit_next(
         token = torch.multinomial(torch.nn.functional.softmax(scores, dim=-1), num_samples=1).squeeze(1)
     else:
         token = torch.argmax(scores, dim=-1)
-    stop = record.commit(token, scores, row)
-    return int(token), stop
+    token_id = int(token)
+    return token_id, record.commit(token, scores, row, token_id)
 
 
 def lazy_walk(
@@ -82,7 +82,7 @@ def lazy_walk(
     Returns:
         The path, where the tree is.
     """
-    nodes = zip(tree.parents[0].tolist(), tree.token_ids[0].tolist(), tree.depths[0].tolist(), strict=True)
+    nodes = torch.stack([tree.parents[0], tree.token_ids[0], tree.depths[0]], dim=1).tolist()  # one wait
     children = {(parent + 1, token): node for node, (parent, token, depth) in enumerate(nodes, start=1) if depth > 0}
     rows, stop = [0], False
     while True:

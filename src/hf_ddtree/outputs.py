@@ -182,13 +182,20 @@ class GenerationRecord:
         outputs = (self.scores, self.logits, self.hidden_states, self.attentions)
         return self._host_stop is None or any(output is not None for output in outputs)
 
-    def commit(self, token: torch.Tensor, scores: torch.Tensor | None, logits: torch.Tensor | None) -> bool:
+    def commit(
+        self,
+        token: torch.Tensor,
+        scores: torch.Tensor | None,
+        logits: torch.Tensor | None,
+        token_id: int | None = None,
+    ) -> bool:
         """Append one token and tell criteria and streamer.
 
         Args:
             token: `(1,)` int64.
             scores: `(1, V)` float32, processed; may be `None` unless `needs_rows`.
             logits: `(1, V)` float32, as the model gave them; likewise.
+            token_id: The same token, where the host has read it.
 
         Returns:
             Whether generation ends with this token.
@@ -201,7 +208,7 @@ class GenerationRecord:
         if self.logits is not None:
             self.logits += (logits,)
         if self._host_stop is not None:
-            stop = self._host_stop(self.length, int(token))
+            stop = self._host_stop(self.length, int(token) if token_id is None else token_id)
         else:
             stop = bool(self.criteria(self.input_ids, self.scores).all())
         if self.streamer is not None:
