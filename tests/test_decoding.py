@@ -599,7 +599,7 @@ def test_no_hook_stays_when_a_call_ends_before_its_prompt(monkeypatch: pytest.Mo
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_ddtree.decoding.RopeSwitch", interrupted)
+    monkeypatch.setattr("hf_ddtree.launched.RopeSwitch", interrupted)
     model = tiny_target("llama")
     with pytest.raises(KeyboardInterrupt):
         trees(model, tiny_drafter(model), prompt_ids(4), 4, GREEDY)

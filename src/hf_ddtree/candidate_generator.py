@@ -7,7 +7,7 @@ import hashlib
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
@@ -28,23 +28,11 @@ _MOST_PENDING = 512  # tokens that may wait for the next draft to become context
 _CONTEXT = "_hf_ddtree_context"  # on a cache that `generate` returned
 
 
-class DraftSource(Protocol):
-    """What the decoding loop asks of a drafter."""
-
-    def append(self, features: torch.Tensor, positions: torch.Tensor) -> None:
-        """Add newly committed tokens to the context: features `(B, P, taps * H)`, positions `(B, P)`."""
-
-    def propose(
-        self, root: torch.Tensor, position: torch.Tensor, depth: int, candidates: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft behind `root (B, 1)` at `position (B, 1)`: ids and log-probs, `(B, depth, K)` each, best first."""
-
-
 class DDTreeCandidateGenerator(CandidateGenerator):
     """
     Drafts trees with a DFlash drafter.
 
-    In `generate(ddtree=True)` the decoding loop uses it as a `DraftSource`. It is a `CandidateGenerator` as well:
+    In `generate(ddtree=True)` it drafts each round's tree. It is a `CandidateGenerator` as well:
     `get_candidates` proposes the most probable chain and no logits, so that stock `_assisted_decoding` accepts a token
     only where it selects that very token, which keeps sampling exact.
 

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.generation.logits_process import LogitsProcessorList
 from transformers.modeling_outputs import CausalLMOutput
 
 from .candidate_generator import DDTreeCandidateGenerator
@@ -19,13 +18,12 @@ from .draft_tree import DraftTree, TreeRows
 from .launched import LaunchedRound
 from .logits_process import is_row_wise
 from .modeling_dflash import DFlashDraftModel
-from .outputs import GenerationRecord
 from .prompt import MOST_TOKENS, Prompt, are_alike
 from .rope import rope_parameters
 from .round_graph import Recorded, RoundGraph, RoundKind
 from .target_state import Buffers
 from .tree_cache import TreeCache, rows_ahead
-from .verifier import Features, Verifier
+from .verifier import Features
 
 _MOST_KINDS = 16  # of calls whose graphs are kept for later ones
 _MOST_SIZES = 16  # of one kind of call
@@ -34,22 +32,15 @@ _capturing = threading.Lock()
 _RecordedT = TypeVar("_RecordedT", bound=Recorded)
 
 
-def why_not_captured(
-    buffers: Buffers,
-    source: DDTreeCandidateGenerator,
-    verifier: Verifier,
-    switches: bool,
-    record: GenerationRecord,
-    processors: LogitsProcessorList,
-    do_sample: bool,
-    synced_gpus: bool,
-) -> str | None:
+def why_not_captured(buffers: Buffers, launched: LaunchedRound, synced_gpus: bool) -> str | None:
     """Why a call's rounds cannot be graphs, or `None`.
 
     Args:
-        switches: Whether the target's rotary frequencies change on the way.
-        synced_gpus: Whether ranks wait for each other's forwards; the others are the call's.
+        buffers: The call's.
+        launched: Its rounds as they would be launched.
+        synced_gpus: Whether ranks wait for each other's forwards.
     """
+    source, verifier, record = launched.source, launched.verifier, launched.record
     target, drafter = source.target, source.drafter
     if not buffers.kept:
         return "another call holds the buffers"
@@ -62,13 +53,13 @@ def why_not_captured(
         return "weights are quantized"
     if type(drafter) is not DFlashDraftModel:
         return "the drafter is not a DFlashDraftModel"
-    if record.needs_rows or not is_row_wise(processors):
+    if record.needs_rows or not is_row_wise(launched.processors):
         return "processors, criteria or outputs look at single tokens"
-    if do_sample and record.input_ids.device != source.device:
+    if launched.do_sample and record.input_ids.device != source.device:
         return "the prompt is on another device"
     if synced_gpus:
         return "ranks wait for each other"
-    if switches:
+    if launched.rope is not None:
         return "rotary frequencies switch"
     if _has_dynamic_rope(target) or _has_dynamic_rope(drafter):
         return "rotary frequencies follow the length"
@@ -105,26 +96,20 @@ def _has_dynamic_rope(model: Any) -> bool:
     return any(rope.get("rope_type") == "dynamic" for rope in rope_parameters(config))
 
 
-def find_kind(
-    buffers: Buffers,
-    source: DDTreeCandidateGenerator,
-    verifier: Verifier,
-    record: GenerationRecord,
-    processors: LogitsProcessorList,
-    do_sample: bool,
-) -> RoundKind:
+def find_kind(buffers: Buffers, launched: LaunchedRound) -> RoundKind:
     """What serves calls of this kind, with the graphs that earlier ones left, and room for another round at least.
 
     Rows that have to grow for it take their graphs with them, and the state stays.
     """
-    own, constants, ends = buffers.of(source.drafter), verifier.constants, record.end_token_ids
-    rows = rows_ahead(record.room, source.nodes)
+    source, verifier, processors = launched.source, launched.verifier, launched.processors
+    own, constants, ends = buffers.of(source.drafter), verifier.constants, launched.record.end_token_ids
+    rows = rows_ahead(launched.record.room, source.nodes)
     buffers.cache.reserve(buffers.cache.length + rows)
     source.reserve(rows)
     target_where = source.target_snapshot.fingerprint, _places(buffers.cache)
     where = source.drafter_snapshot.fingerprint, _places(own.context)
     what = (
-        source.config.tree, source.config.execution, source.nodes, source.max_depth, do_sample,
+        source.config.tree, source.config.execution, source.nodes, source.max_depth, launched.do_sample,
         tuple((type(processor), _values(processor)) for processor in processors),
         None if constants.offset is None else constants.offset.shape,
         tuple((name, types.dtype) for name, types in constants.types.items()), len(ends), _numeric_modes(),
@@ -139,7 +124,7 @@ def find_kind(
     if kind is None:
         gc.collect()  # graphs and what they belong to know each other, and old ones hold memory that new ones need
         with torch.inference_mode(False), _on(source.device):  # ordinary tensors, for calls outside of it too
-            kind = RoundKind(source, buffers.cache, buffers.state, processors, do_sample, constants, ends)
+            kind = RoundKind(source, buffers.cache, buffers.state, processors, launched.do_sample, constants, ends)
     own.kinds[what] = kind  # the last used is the last
     while len(own.kinds) > _MOST_KINDS:
         del own.kinds[next(iter(own.kinds))]

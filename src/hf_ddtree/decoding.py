@@ -23,7 +23,6 @@ from .launched import LaunchedRound
 from .logits_process import commit_next, commit_path
 from .outputs import DDTreeStats, GenerateDDTreeOutput, GenerationRecord, ended
 from .prefill import prefill
-from .rope import RopeSwitch
 from .round_graph import RoundGraph
 from .state import DecodingState, Path
 from .target_state import claim
@@ -113,12 +112,11 @@ def ddtree_decoding(
         cache, state, own = buffers.cache, buffers.state, buffers.of(assistant_model)
         source = DDTreeCandidateGenerator(model, assistant_model, config, record.max_length, own.context)
         with closing(Verifier(model, source.layer_ids, cache, model_kwargs, device)) as verifier:
-            rope = RopeSwitch(verifier.config)
-            switches = rope.at is not None
+            launched = LaunchedRound(
+                source, verifier, record, logits_processor, do_sample, model_kwargs, users_cache
+            )  # fmt: skip
             timed = functools.partial(stats.time, device=device if config.record_times else None)
-            why_not = functools.partial(
-                why_not_captured, buffers, source, verifier, switches, record, logits_processor, do_sample, synced_gpus
-            )
+            why_not = functools.partial(why_not_captured, buffers, launched, synced_gpus)
             # The prompt gives the first bonus token, and its features are the drafter's first context.
             with timed("prefill"):
                 ahead = rows_ahead(record.room, source.nodes)
@@ -128,14 +126,11 @@ def ddtree_decoding(
                     source.resume(users_cache, input_ids)
                 source.reserve(features.rows + ahead)
                 source.take_prompt(features, verifier.prompt_positions, verifier.prompt_mask)
-            launched = LaunchedRound(
-                source, verifier, rope if switches else None, record, logits_processor, do_sample,
-                model_kwargs, users_cache,
-            )  # fmt: skip
             _, stop = commit_next(outputs.logits[:, -1], record, logits_processor, do_sample)
             record.add_states(outputs, [0], 0, launched.columns, whole=True)
             position = verifier.prompt_positions[:, -1:]
-            rope.crossed(record.length - 1, verifier.constants.place(position))
+            if launched.rope is not None:
+                launched.rope.crossed(record.length - 1, verifier.constants.place(position))
             state.features = own.features_like(source.block_size, source.width, source.device, source.dtype)
             state.begin(record.last_token, position + 1, record.room)
             del outputs, features
@@ -155,7 +150,7 @@ def ddtree_decoding(
                     source.catch_up(state, drafts=nodes > 0)
                     if kind is None or not kind.fits():
                         kind = None  # outgrown: nothing may hold its graphs while the next are captured
-                        kind = find_kind(buffers, source, verifier, record, logits_processor, do_sample)
+                        kind = find_kind(buffers, launched)
                     graph = kind.ready(nodes) or find_graph(kind, nodes, decode_round, launched, config.execution)
                     stats.path = graph if isinstance(graph, str) else graph.path
                 if isinstance(graph, RoundGraph):
@@ -186,10 +181,7 @@ def ddtree_decoding(
         GenerateDDTreeOutput,
         users_cache,
         sequences=sequences,
-        scores=record.scores,
-        logits=record.logits,
-        hidden_states=record.hidden_states,
-        attentions=record.attentions,
         ddtree_stats=stats,
+        **{name: getattr(record, name) for name in ("scores", "logits", "hidden_states", "attentions")},
     )
     return output

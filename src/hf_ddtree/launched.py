@@ -25,7 +25,6 @@ class LaunchedRound:
     Args:
         source: The drafter's generator, with the target.
         verifier: The target's forward.
-        rope: Where rotary frequencies change, if they do.
         record: What has been committed.
         processors: The call's prepared processors.
         do_sample: Sample, or take the best.
@@ -37,19 +36,19 @@ class LaunchedRound:
         self,
         source: DDTreeCandidateGenerator,
         verifier: Verifier,
-        rope: RopeSwitch | None,
         record: GenerationRecord,
         processors: LogitsProcessorList,
         do_sample: bool,
         model_kwargs: dict[str, Any],
         users_cache: Any,
     ) -> None:
-        self.source, self.verifier, self.cache, self.rope = source, verifier, verifier.cache, rope
+        self.source, self.verifier, self.cache = source, verifier, verifier.cache
+        rope = RopeSwitch(verifier.config)
+        self.rope = None if rope.at is None else rope  # where rotary frequencies change
         self.record, self.processors, self.do_sample = record, processors, do_sample
         self.model_kwargs, self.users_cache = model_kwargs, users_cache
         self.on_device = walks_on_device(verifier.device, record, processors, do_sample)
         self.noise = Noise(verifier.device) if self.on_device and do_sample else None
-        self.columns = self.plain_columns()
         self.plain = False  # whether this round is a plain step
 
     @functools.cached_property
@@ -57,7 +56,8 @@ class LaunchedRound:
         """The tokens that end the text, `(E,)`."""
         return torch.tensor(self.record.end_token_ids, dtype=torch.int64, device=self.verifier.device)
 
-    def plain_columns(self) -> PlainColumns:
+    @functools.cached_property
+    def columns(self) -> PlainColumns:
         """Those of plain decoding's attentions: the caller's cache, until a model drops that for one of its own."""
         verifier = self.verifier
         cache = DynamicCache(config=verifier.config) if verifier.recomputed else self.users_cache
@@ -81,7 +81,7 @@ class LaunchedRound:
         position = state.position[:, None]
         if self.plain:
             verified = self.verifier.plain_step(self.record.input_ids, position, self.model_kwargs)
-            self.columns = self.plain_columns()
+            del self.columns  # the model may have dropped the caller's cache
             return verified
         return self.verifier.verify(torch.cat([state.root, tree.token_ids], dim=1), position, TreeRows.of(tree))
 
