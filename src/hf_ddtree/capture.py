@@ -101,8 +101,8 @@ def find_kind(buffers: Buffers, launched: LaunchedRound) -> RoundKind:
 
     Rows that have to grow for it take their graphs with them, and the state stays.
     """
-    source, verifier, processors = launched.source, launched.verifier, launched.processors
-    own, constants, ends = buffers.of(source.drafter), verifier.constants, launched.record.end_token_ids
+    source, constants = launched.source, launched.verifier.constants
+    own = buffers.of(source.drafter)
     rows = rows_ahead(launched.record.room, source.nodes)
     buffers.cache.reserve(buffers.cache.length + rows)
     source.reserve(rows)
@@ -110,9 +110,10 @@ def find_kind(buffers: Buffers, launched: LaunchedRound) -> RoundKind:
     where = source.drafter_snapshot.fingerprint, _places(own.context)
     what = (
         source.config.tree, source.config.execution, source.nodes, source.max_depth, launched.do_sample,
-        tuple((type(processor), _values(processor)) for processor in processors),
+        tuple((type(processor), _values(processor)) for processor in launched.processors),
         None if constants.offset is None else constants.offset.shape,
-        tuple((name, types.dtype) for name, types in constants.types.items()), len(ends), _numeric_modes(),
+        tuple((name, types.dtype) for name, types in constants.types.items()),
+        len(launched.record.end_token_ids), _numeric_modes(),
     )  # fmt: skip
     for others in buffers.drafters:
         moved = others.made_for is not None and others.made_for[0] != target_where
@@ -124,11 +125,11 @@ def find_kind(buffers: Buffers, launched: LaunchedRound) -> RoundKind:
     if kind is None:
         gc.collect()  # graphs and what they belong to know each other, and old ones hold memory that new ones need
         with torch.inference_mode(False), _on(source.device):  # ordinary tensors, for calls outside of it too
-            kind = RoundKind(source, buffers.cache, buffers.state, processors, launched.do_sample, constants, ends)
+            kind = RoundKind(launched, buffers.state)
     own.kinds[what] = kind  # the last used is the last
     while len(own.kinds) > _MOST_KINDS:
         del own.kinds[next(iter(own.kinds))]
-    kind.begin(verifier.prompt_mask, constants, ends)
+    kind.begin(launched)
     return kind
 
 

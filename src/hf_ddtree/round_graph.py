@@ -12,12 +12,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from transformers.generation.logits_process import LogitsProcessorList
 
 from .anatomy import cache_index, decoder_layers, layer_kinds
 from .attention import Rows, each_attends_once, give_rows
-from .candidate_generator import DDTreeCandidateGenerator, best_candidates, draft_logits, embed_tokens
+from .candidate_generator import best_candidates, draft_logits, embed_tokens
 from .draft_tree import DraftTree, TreeKind, TreeRows, build_tree
+from .launched import LaunchedRound
 from .logits_process import Noise, device_walk
 from .shadow import compile_layers, shadow
 from .state import DecodingState, Path
@@ -153,57 +153,40 @@ class RoundKind:
     What graphs of all sizes share that serve calls of one kind, and those graphs.
 
     Args:
-        source: The drafter's generator, with the target.
-        cache: The target's rows, prefilled.
+        launched: A call's round; other calls bring processors, token types and as many end tokens like it.
         state: Where decoding stands.
-        processors: Row-wise ones.
-        do_sample: Sample, or take the best.
-        constants: A call's; those of the calls that follow have the same shapes.
-        ends: Tokens that end a text; other calls have as many.
     """
 
-    def __init__(
-        self,
-        source: DDTreeCandidateGenerator,
-        cache: TreeCache,
-        state: DecodingState,
-        processors: LogitsProcessorList,
-        do_sample: bool,
-        constants: Constants,
-        ends: list[int],
-    ) -> None:
+    def __init__(self, launched: LaunchedRound, state: DecodingState) -> None:
+        source, ends = launched.source, launched.record.end_token_ids
         # Not the models themselves, which keep this.
         self.target, self.drafter, self.layer_ids = shadow(source.target), shadow(source.drafter), source.layer_ids
-        self.cache, self.context, self.state, self.processors = cache, source.cache, state, processors
+        self.cache, self.context, self.state = launched.cache, source.cache, state
+        self.processors = launched.processors
         self.nodes, self.depth, self.block = source.nodes, source.max_depth, source.block_size
         self.candidates = max(1, source.candidates)
         self.device, self.dtype = source.device, source.dtype
-        self.noise = Noise(self.device) if do_sample else None
+        self.noise = Noise(self.device) if launched.do_sample else None
         self.most = min(self.depth, self.nodes) + 1  # tokens that a round can commit
         self.graphs: dict[int, RoundGraph] = {}  # by the number of nodes
         self.failed: dict[int, str] = {}  # and what runs instead, where that failed
         self.memory = GraphMemory()
         self.build_tree, self.find_rows = tree_functions(source.config.tree, self.nodes, self.device)
-        self.constants = constants.clone()
+        self.constants = launched.verifier.constants.clone()
         self.ends, self._ends = self.zeros(len(ends)), [0] * len(ends)
-        self.committed = torch.ones(1, cache.capacity, dtype=torch.bool, device=self.device)
+        self.committed = torch.ones(1, self.cache.capacity, dtype=torch.bool, device=self.device)
         self.context_committed = torch.ones(1, self.context.capacity, dtype=torch.bool, device=self.device)
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype, device=self.device)
 
-    def begin(self, prompt_mask: torch.Tensor | None, constants: Constants, ends: list[int]) -> None:
-        """Take over what a call brings.
-
-        Args:
-            prompt_mask: `(1, slots)` bool, False for padding.
-            constants, ends: The call's.
-        """
+    def begin(self, launched: LaunchedRound) -> None:
+        """Take over what a call brings: its prompt's padding, its token types, and the tokens that end its text."""
         self.committed.fill_(True)
-        if prompt_mask is not None:
-            self.committed[:, : prompt_mask.shape[1]] = prompt_mask
-        self.constants.copy_(constants)
-        if ends != self._ends:
+        if (mask := launched.verifier.prompt_mask) is not None:
+            self.committed[:, : mask.shape[1]] = mask
+        self.constants.copy_(launched.verifier.constants)
+        if (ends := launched.record.end_token_ids) != self._ends:
             self.ends.copy_(torch.tensor(ends, dtype=torch.int64))
             self._ends = ends
 
