@@ -10,6 +10,18 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """All modules in a model, each once. Each call waits for this: no generators."""
+    found: dict[int, nn.Module] = {}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            waiting += [child for child in module.__dict__["_modules"].values() if child is not None]
+    return list(found.values())
+
+
 def decoder_layers(model: Any) -> nn.ModuleList:
     """The target's decoder layers; see `find_decoder`."""
     return find_decoder(model)[1]

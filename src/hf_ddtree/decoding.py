@@ -156,8 +156,6 @@ def ddtree_decoding(
                 if isinstance(graph, RoundGraph):
                     with timed("round"):
                         tree, path = graph.run()
-                        if config.record_trees:
-                            tree = DraftTree(*map(torch.clone, tree))
                         rows, stop = commit_path(path, state, cache, record, graph.kind.noise)
                 else:
                     tree, path = decode_round(launched, state, nodes, timed)

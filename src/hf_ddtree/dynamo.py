@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from .anatomy import modules_of
+
 _COMPILERS = ("torch._dynamo.eval_frame", "torch._dynamo.external_utils")  # where torch makes its wrappers
 _PLACES = ("forward", "_old_forward", "_forward")  # accelerate's hooks move a forward, lazy modules do
 _FORWARDS = ("forward", "_call_impl", "_wrapped_call_impl")
@@ -52,21 +54,18 @@ def is_own_forward(module: nn.Module, forward: Any) -> bool:
 def put_aside(model: nn.Module) -> list[Aside]:
     """Have a model and all modules in it run uncompiled, until `put_back`. Each call waits for this."""
     aside: list[Aside] = []
-    visited: set[int] = set()
-    waiting: list[Any] = [model]
-    while waiting:
-        module = waiting.pop()
-        if id(module) in visited:
-            continue
-        visited.add(id(module))
-        own, of_class = vars(module), type(module).forward
-        waiting += [child for child in own["_modules"].values() if child is not None]
+    bare_of: dict[Any, Any] = {}  # by class, of which there are few
+    for module in modules_of(model):
+        own, kind = vars(module), type(module)
+        if kind not in bare_of:
+            bare_of[kind] = beneath(kind.forward)
         if (call := own.get("_compiled_call_impl")) is not None:
             aside.append(Aside(own, "_compiled_call_impl", call, None))
-        forms = [Aside(own, name, own[name], beneath(own[name])) for name in _PLACES if name in own]
-        aside += [form for form in forms if form.bare is not form.compiled]
-        if "forward" not in own and (bare := beneath(of_class)) is not of_class:
-            aside.append(Aside(own, "forward", _ABSENT, MethodType(bare, module)))
+        if not own.keys().isdisjoint(_PLACES):
+            forms = [Aside(own, name, own[name], beneath(own[name])) for name in _PLACES if name in own]
+            aside += [form for form in forms if form.bare is not form.compiled]
+        if bare_of[kind] is not kind.forward and "forward" not in own:
+            aside.append(Aside(own, "forward", _ABSENT, MethodType(bare_of[kind], module)))
     for own, name, _, bare in aside:
         own[name] = bare
     return aside

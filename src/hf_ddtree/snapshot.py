@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules import module as _module
 from transformers import PreTrainedConfig
 
+from .anatomy import modules_of
 from .dynamo import is_own_forward
 
 # Attributes of modules that a graph has baked in, by their types.
@@ -33,21 +34,14 @@ class Snapshot(NamedTuple):
 
 
 def take_snapshot(model: nn.Module) -> Snapshot:
-    """Walk over a model's modules. Each call waits for this: no second walk, no generators."""
+    """Look at all modules of a model. Each call waits for this: one walk, no generators."""
     seen: list[Any] = []
     devices: set[torch.device] = set()
     configs: dict[int, Any] = {}
     hooks: list[Any] = [*_module._global_forward_hooks.values(), *_module._global_forward_pre_hooks.values()]
     hooked = adapted = False
-    visited: set[int] = set()
-    waiting: list[Any] = [model]
-    while waiting:
-        module = waiting.pop()
-        if id(module) in visited:
-            continue
-        visited.add(id(module))
+    for module in modules_of(model):
         own = vars(module)
-        waiting += [child for child in own["_modules"].values() if child is not None]
         seen += (id(module), type(module), id(type(module).forward))
         for value in own.values():
             kind = _KINDS.get(type(value))
