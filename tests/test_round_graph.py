@@ -13,7 +13,16 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from comparison import assert_trees_spell
-from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, attention, capture, release_buffers, round_graph, shadow
+from hf_ddtree import (
+    DDTreeCandidateGenerator,
+    DDTreeConfig,
+    attention,
+    candidate_generator,
+    capture,
+    release_buffers,
+    round_graph,
+    shadow,
+)
 from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.snapshot import take_snapshot
 from scripted import SIZES, prompt_ids, tiny_drafter, tiny_target
@@ -539,3 +548,19 @@ def test_what_changes_between_calls_is_seen(change: Any) -> None:
     assert expected.sequences.tolist() != before.sequences.tolist()
     out, _ = run(model, prompt_ids(9), 30, assistant_model=drafter, ddtree={"budget": 7}, **GREEDY)
     assert out.sequences.tolist() == expected.sequences.tolist()
+
+
+def test_a_copy_that_does_not_wait_is_no_host_read() -> None:
+    with capture._NoHostReads():
+        copied = torch.zeros(3).copy_(torch.ones(3), True)
+    assert copied.tolist() == [1, 1, 1]
+
+
+def test_a_call_asked_to_run_plainly_does_not_look_the_target_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(candidate_generator, "take_snapshot", lambda model: seen.append(model) or take_snapshot(model))
+    model = tiny_target("llama")
+    call = GREEDY | {"assistant_model": tiny_drafter(model), "ddtree": DDTreeConfig(budget=7, execution="plain")}
+    for _ in range(2):
+        run(model, prompt_ids(8), 12, **call)
+    assert model not in seen

@@ -706,3 +706,21 @@ def test_a_targets_cache_has_its_layers(family: str) -> None:
     assert len(cache.layers) == 4
     assert [layer.is_sliding for layer in cache.layers] == cache.is_sliding == expected
     assert not cache.is_compileable
+
+
+def test_buffers_released_while_a_call_begins_or_ends_serve_it_to_its_end(
+    target: PreTrainedModel, drafter: DFlashDraftModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by another thread."""
+    text = generate(target, assistant_model=drafter, ddtree=True)
+    enter, reset = Buffers.enter, Buffers.reset
+    for name, original in (("enter", enter), ("reset", reset)):
+        with monkeypatch.context() as patch:
+
+            def released(self: Buffers, *args: Any, original: Callable[..., Any] = original) -> None:
+                release_buffers(target)
+                original(self, *args)
+
+            patch.setattr(Buffers, name, released)
+            assert generate(target, assistant_model=drafter, ddtree=True) == text
+    assert generate(target, assistant_model=drafter, ddtree=True) == text

@@ -172,7 +172,6 @@ def run_prompt(
         kept = buffers.prompts[source.layer_ids]
         return launch() if kept is None else run(kept)
     launched = launch()  # which gives the buffers their memory
-    _forget_moved_prompts(buffers, source)
     if why_not() is not None:
         return launched
     expected = results(launched[0].logits)
@@ -182,19 +181,29 @@ def run_prompt(
     if isinstance(prompt, Prompt):
         captured = run(prompt)
         if are_alike(results(captured[0].logits), expected):
-            buffers.prompts[source.layer_ids] = prompt
+            _keep_prompt(buffers, source, prompt)
             return captured
         cache.reset()
-    buffers.prompts[source.layer_ids] = None
+    _keep_prompt(buffers, source, None)
     return launch()
 
 
 def _forget_moved_prompts(buffers: Buffers, source: DDTreeCandidateGenerator) -> None:
     """Drop the graphs of prompts if weights or rows have moved since they were made."""
-    made_for = source.target_snapshot.fingerprint, _numeric_modes(), _places(buffers.cache)
-    if buffers.prompts_made_for != made_for:
+    if buffers.prompts and buffers.prompts_made_for != _prompts_made_for(buffers, source):
         buffers.prompts.clear()
-        buffers.prompts_made_for = made_for
+
+
+def _keep_prompt(buffers: Buffers, source: DDTreeCandidateGenerator, prompt: Prompt | None) -> None:
+    """Keep a graph of prompts for later calls, or that there can be none."""
+    _forget_moved_prompts(buffers, source)
+    buffers.prompts[source.layer_ids] = prompt
+    buffers.prompts_made_for = _prompts_made_for(buffers, source)
+
+
+def _prompts_made_for(buffers: Buffers, source: DDTreeCandidateGenerator) -> tuple[Any, ...]:
+    """What graphs of prompts are made for, but for the tap layers."""
+    return source.target_snapshot.fingerprint, _numeric_modes(), _places(buffers.cache)
 
 
 def find_graph(
@@ -340,6 +349,7 @@ class _NoHostReads(TorchDispatchMode):
         if func in self._READS and args[0].device.type != "cpu":
             raise NotImplementedError("a forward that reads tensors on the host")
         result = func(*args, **(kwargs or {}))
-        if func in self._COPIES and args[-1].device.type != result.device.type:
+        source = args[1] if func is torch.ops.aten.copy_.default else args[0]
+        if func in self._COPIES and source.device.type != result.device.type:
             raise NotImplementedError("a forward that copies tensors between host and device")
         return result

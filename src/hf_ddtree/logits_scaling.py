@@ -41,5 +41,5 @@ def _is_seen_to_multiply(target: Any, scaling: float) -> bool:
             logits = target(input_ids=ids, use_cache=False, return_dict=True).logits.float()
     finally:
         hook.remove()
-    given = outputs[threading.get_ident()][..., : logits.shape[-1]].float()
+    given = outputs[threading.get_ident()][..., : logits.shape[-1]].to(logits.device).float()
     return float((given * scaling - logits).norm()) < float((given / scaling - logits).norm())

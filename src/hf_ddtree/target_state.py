@@ -127,17 +127,18 @@ def claim(model: Any, device: torch.device | None = None) -> Iterator[Buffers]:
         yield Buffers(model, kept=False, device=device)
         return
     try:
-        if state.buffers is None or state.buffers.state.device != (device or model.device):
-            state.buffers = None  # nothing may hold their memory while the next are made
-            state.buffers = Buffers(model, kept=True, device=device)
-        state.buffers.enter(model.device)
-        state.buffers.reset()  # should the last call have been interrupted in doing so
-        yield state.buffers
+        buffers = state.buffers  # others may release them meanwhile
+        if buffers is None or buffers.state.device != (device or model.device):
+            buffers = state.buffers = None  # nothing may hold their memory while the next are made
+            buffers = state.buffers = Buffers(model, kept=True, device=device)
+        buffers.enter(model.device)
+        buffers.reset()  # should the last call have been interrupted in doing so
+        yield buffers
     finally:
         try:
-            if state.buffers is not None:
-                state.buffers.reset()
-                state.buffers.leave(model.device)
+            if buffers is not None:
+                buffers.reset()
+                buffers.leave(model.device)
         finally:
             state.busy = False
 
