@@ -205,6 +205,8 @@ def test_a_layer_that_no_forward_writes_to_is_left_alone() -> None:
     assert cache.length == 6
     assert torch.equal(cache.layers[0].keys[:, :, :6], naive.rows(0)[0])
     assert not cache.layers[1].is_initialized
+    # By this Mllama knows, in older transformers, that its layers which look across have nothing to look at.
+    assert [cache.get_seq_length(i) for i in range(2)] == [6, 0]
 
 
 def test_crop_forgets_the_last_rows() -> None:

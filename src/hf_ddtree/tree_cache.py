@@ -183,7 +183,7 @@ class TreeLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self.plan.length.host + self.ahead
+        return self.plan.length.host + self.ahead if self.is_initialized else 0
 
     def get_max_length(self) -> int:
         return -1
