@@ -16,11 +16,11 @@ from transformers.modeling_outputs import CausalLMOutput
 from .candidate_generator import DDTreeCandidateGenerator
 from .draft_tree import DraftTree, TreeRows
 from .launched import LaunchedRound
-from .logits_process import is_row_wise
 from .modeling_dflash import DFlashDraftModel
+from .outputs import Choice, Choices
 from .prompt import MOST_TOKENS, Prompt, are_alike
 from .rope import rope_parameters
-from .round_graph import Recorded, RoundGraph, RoundKind
+from .round_graph import RoundGraph, RoundKind
 from .target_state import Buffers
 from .tree_cache import TreeCache, rows_ahead
 from .verifier import Features
@@ -28,8 +28,9 @@ from .verifier import Features
 _MOST_KINDS = 16  # of calls whose graphs are kept for later ones
 _MOST_SIZES = 16  # of one kind of call
 _ALIKE = 0.9  # of a round's nodes: experts that are chosen by a rounding error make others differ
+_HOST_WALKS = "processors, criteria or outputs look at single tokens: two graphs, and the host walks between them"
 _capturing = threading.Lock()
-_RecordedT = TypeVar("_RecordedT", bound=Recorded)
+_GraphT = TypeVar("_GraphT", RoundGraph, Prompt)
 
 
 def why_not_captured(buffers: Buffers, launched: LaunchedRound, synced_gpus: bool) -> str | None:
@@ -53,10 +54,8 @@ def why_not_captured(buffers: Buffers, launched: LaunchedRound, synced_gpus: boo
         return "weights are quantized"
     if type(drafter) is not DFlashDraftModel:
         return "the drafter is not a DFlashDraftModel"
-    if record.needs_rows or not is_row_wise(launched.processors):
-        return "processors, criteria or outputs look at single tokens"
-    if launched.do_sample and record.input_ids.device != source.device:
-        return "the prompt is on another device"
+    if record.needs_states:
+        return "outputs hold hidden states or attentions"
     if synced_gpus:
         return "ranks wait for each other"
     if launched.rope is not None:
@@ -108,12 +107,15 @@ def find_kind(buffers: Buffers, launched: LaunchedRound) -> RoundKind:
     source.reserve(rows)
     target_where = source.target_snapshot.fingerprint, _places(buffers.cache)
     where = source.drafter_snapshot.fingerprint, _places(own.context)
-    what = (
-        source.config.tree, source.config.execution, source.nodes, source.max_depth, launched.do_sample,
+    walk = launched.needs_no_host and (
+        launched.do_sample, len(launched.record.end_token_ids),
         tuple((type(processor), _values(processor)) for processor in launched.processors),
+    )  # fmt: skip
+    what = (
+        source.config.tree, source.config.execution, source.nodes, source.max_depth, walk,
         None if constants.offset is None else constants.offset.shape,
         tuple((name, types.dtype) for name, types in constants.types.items()),
-        len(launched.record.end_token_ids), _numeric_modes(),
+        _numeric_modes(),
     )  # fmt: skip
     for others in buffers.drafters:
         moved = others.made_for is not None and others.made_for[0] != target_where
@@ -177,8 +179,8 @@ def run_prompt(
     expected = results(launched[0].logits)
     cache.reset()
     make = functools.partial(Prompt, source.target, source.layer_ids, cache, source.device)
-    prompt = _capture(make, source.device, nullcontext, "captured")
-    if isinstance(prompt, Prompt):
+    prompt, _ = _capture(make, source.device, nullcontext, "captured")
+    if prompt is not None:
         captured = run(prompt)
         if are_alike(results(captured[0].logits), expected):
             _keep_prompt(buffers, source, prompt)
@@ -222,17 +224,18 @@ def find_graph(
     """
     nodes = min(nodes, kind.nodes)
     if nodes not in kind.graphs and nodes not in kind.failed:
-        graph = _capture(
-            functools.partial(RoundGraph, kind, nodes, decode_round), kind.device, kind.restored, execution
-        )
-        if isinstance(graph, RoundGraph) and not _agree(graph, launched):
-            graph = "plain: a graph's round differs from a launched one"
-        if isinstance(graph, RoundGraph):
+        make = functools.partial(RoundGraph, kind, nodes, decode_round)
+        graph, why = _capture(make, kind.device, kind.restored, execution)
+        if graph is None:
+            kind.failed[nodes] = f"the capture failed ({why})"
+        elif not _agree(graph, launched):
+            kind.failed[nodes] = "a graph's round differs from a launched one"
+        else:
+            compiled = Choice("yes") if execution == "auto" and not why else Choice("no", why or "asked for")
+            graph.choices = Choices(Choice("ours"), compiled, Choice("graph", None if kind.walks else _HOST_WALKS))
             kind.graphs[nodes] = graph
             if len(kind.graphs) > _MOST_SIZES:
                 del kind.graphs[next(iter(kind.graphs))]
-        else:
-            kind.failed[nodes] = graph
     return kind.graphs.get(nodes) or kind.failed[nodes]
 
 
@@ -240,10 +243,12 @@ def find_graph(
 def _agree(graph: RoundGraph, launched: LaunchedRound) -> bool:
     """Whether a graph's round and a launched one verify the same tree alike, from the same state."""
     state = graph.kind.state
-    with graph.restored():
-        graph.replay()
-        captured, graph.verified = graph.verified, None
+    with graph.kind.restored():
+        graph.stretches[0].replay()
+        captured = graph.steps.verified
         assert captured is not None
+        if graph.kind.walks:  # nothing else looks at it: other graphs may use its memory
+            graph.steps.verified = None
         # Nodes that lie beyond the text's end have other positions in a graph.
         tree = graph.tree._replace(depths=graph.tree.depths * (graph.tree.depths < state.room[:, None]))
         tree = DraftTree(*map(torch.clone, tree))
@@ -259,15 +264,15 @@ def _agree(graph: RoundGraph, launched: LaunchedRound) -> bool:
 
 
 def _capture(
-    make: Callable[[], _RecordedT],
+    make: Callable[[], _GraphT],
     device: torch.device,
     restored: Callable[[], AbstractContextManager[None]],
     execution: str,
-) -> _RecordedT | str:
-    """Something new with its graph, without compilation if that fails; or the path without one."""
+) -> tuple[_GraphT | None, str]:
+    """Something new, captured, without compilation if that fails; or nothing. Then what failed last."""
     why = ""
     for compiled in (True, False) if execution == "auto" else (False,):
-        step: _RecordedT | None = None
+        step: _GraphT | None = None
         random = _random_state(device)
         try:
             # One capture at a time, as torch asks.
@@ -281,15 +286,13 @@ def _capture(
         except Exception as error:
             why, hopeless = _name(error), isinstance(error, torch.OutOfMemoryError)
         else:
-            step.path = "compiled, in one CUDA graph" if compiled else "captured in one CUDA graph"
-            step.path += f" (not compiled: {why})" if why else ""
-            return step
+            return step, why
         step = None  # behind the error, whose traceback holds it
         _release(device)
         _restore_random(device, random)
         if hopeless:
             break
-    return f"plain: the capture failed ({why})"
+    return None, why
 
 
 def _name(error: Exception) -> str:

@@ -21,12 +21,12 @@ from .configuration_ddtree import DDTreeConfig
 from .draft_tree import DraftTree
 from .launched import LaunchedRound
 from .logits_process import commit_next, commit_path
-from .outputs import DDTreeStats, GenerateDDTreeOutput, GenerationRecord, ended
+from .outputs import Choices, DDTreeStats, GenerateDDTreeOutput, GenerationRecord, ended
 from .prefill import prefill
 from .round_graph import RoundGraph
 from .state import DecodingState, Path
 from .target_state import claim
-from .tree_cache import TreeCache, rows_ahead
+from .tree_cache import rows_ahead
 from .validation import check_batch
 from .verifier import Verification, Verifier, input_device
 
@@ -34,13 +34,13 @@ from .verifier import Verification, Verifier, input_device
 class Round(Protocol):
     """The steps of a round: launched over the models as they are, or recorded as a graph over shadows of them."""
 
-    cache: TreeCache
-
     def draft(self, state: DecodingState, nodes: int) -> DraftTree: ...
 
     def verify(self, state: DecodingState, tree: DraftTree) -> Verification: ...
 
     def choose(self, state: DecodingState, tree: DraftTree, verified: Verification) -> Path: ...
+
+    def keep(self, state: DecodingState, path: Path, verified: Verification) -> None: ...
 
 
 def decode_round(
@@ -71,8 +71,7 @@ def decode_round(
         path = steps.choose(state, tree, verified)
     # Keep the path, drop the rest; its features are the drafter's next context.
     with timed("keep"):
-        steps.cache.keep(path)
-        state.keep(path, verified.features)
+        steps.keep(state, path, verified)
     return tree, path
 
 
@@ -136,26 +135,24 @@ def ddtree_decoding(
             del outputs, features
 
             budget = make_budget(config, model)
-            if not stop and (why := why_not()) is not None:
-                stats.path = f"plain: {why}"
-            graphs = not stop and why is None
+            why = None if stop else why_not()
             kind = None
             while model._has_unfinished_sequences(stop, synced_gpus, device=record.input_ids.device):
                 if stop:  # another rank still decodes, and its forwards need ours
                     verifier.idle(state.root, state.position[:, None])
                     continue
                 nodes, bonus = budget.nodes, record.last_token
-                graph: RoundGraph | str | None = None
-                if graphs:
+                graph: RoundGraph | str = why or ""
+                if not why:
                     source.catch_up(state, drafts=nodes > 0)
                     if kind is None or not kind.fits():
                         kind = None  # outgrown: nothing may hold its graphs while the next are captured
                         kind = find_kind(buffers, launched)
                     graph = kind.ready(nodes) or find_graph(kind, nodes, decode_round, launched, config.execution)
-                    stats.path = graph if isinstance(graph, str) else graph.path
+                stats.ran(Choices.launched(graph) if isinstance(graph, str) else graph.choices)
                 if isinstance(graph, RoundGraph):
                     with timed("round"):
-                        tree, path = graph.run()
+                        tree, path = graph.run(launched)
                         rows, stop = commit_path(path, state, cache, record, graph.kind.noise)
                 else:
                     tree, path = decode_round(launched, state, nodes, timed)

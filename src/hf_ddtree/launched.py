@@ -11,7 +11,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from .candidate_generator import DDTreeCandidateGenerator
 from .draft_tree import DraftTree, TreeRows
-from .logits_process import Noise, device_walk, lazy_walk, walks_on_device
+from .logits_process import Noise, device_walk, lazy_walk, needs_no_host
 from .outputs import GenerationRecord, PlainColumns
 from .rope import RopeSwitch
 from .state import DecodingState, Path
@@ -47,7 +47,9 @@ class LaunchedRound:
         self.rope = None if rope.at is None else rope  # where rotary frequencies change
         self.record, self.processors, self.do_sample = record, processors, do_sample
         self.model_kwargs, self.users_cache = model_kwargs, users_cache
-        self.on_device = walks_on_device(verifier.device, record, processors, do_sample)
+        self.needs_no_host = needs_no_host(verifier.device, record, processors, do_sample)
+        # A CPU reads nothing back, and selecting at unreached nodes would cost more than it saves.
+        self.on_device = self.needs_no_host and verifier.device.type != "cpu"
         self.noise = Noise(verifier.device) if self.on_device and do_sample else None
         self.plain = False  # whether this round is a plain step
 
@@ -86,19 +88,28 @@ class LaunchedRound:
         return self.verifier.verify(torch.cat([state.root, tree.token_ids], dim=1), position, TreeRows.of(tree))
 
     def choose(self, state: DecodingState, tree: DraftTree, verified: Verification) -> Path:
-        """The path that plain decoding would have taken; on the host it is committed while it is walked."""
-        logits, record = verified.logits, self.record
-        if self.on_device:
-            if self.noise is not None:
-                self.noise.begin()
-            # No more tokens than that can be committed.
-            most = max(1, min(record.room, logits.shape[1], self.source.max_depth + 1))
-            path, finished = device_walk(
-                logits, tree, verified.rows, state.room, self.ends, self.processors, self.noise, most
-            )
-            state.finished.copy_(finished)
-            return path
-        path = lazy_walk(logits, tree, record, self.processors, self.do_sample)
-        assert path.on_host is not None
-        record.add_states(verified.outputs, path.on_host, self.cache.length, self.columns, whole=self.plain)
+        """The path that plain decoding would have taken."""
+        if not self.on_device:
+            return self.walk(tree, verified)
+        logits = verified.logits
+        if self.noise is not None:
+            self.noise.begin()
+        # No more tokens than that can be committed.
+        most = max(1, min(self.record.room, logits.shape[1], self.source.max_depth + 1))
+        path, finished = device_walk(
+            logits, tree, verified.rows, state.room, self.ends, self.processors, self.noise, most
+        )
+        state.finished.copy_(finished)
         return path
+
+    def walk(self, tree: DraftTree, verified: Verification, most: int = 0) -> Path:
+        """The same on the host, where it is committed while it is walked; with room for `most` tokens."""
+        path = lazy_walk(verified.logits, tree, self.record, self.processors, self.do_sample, most)
+        assert path.on_host is not None
+        self.record.add_states(verified.outputs, path.on_host, self.cache.length, self.columns, whole=self.plain)
+        return path
+
+    def keep(self, state: DecodingState, path: Path, verified: Verification) -> None:
+        """Bring the rows of the path to where they belong, and the state behind it."""
+        self.cache.keep(path)
+        state.keep(path, verified.features)

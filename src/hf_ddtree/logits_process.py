@@ -37,16 +37,13 @@ def is_row_wise(processors: LogitsProcessorList) -> bool:
     return all(type(processor) in _ROW_WISE for processor in processors)
 
 
-def walks_on_device(
+def needs_no_host(
     device: torch.device, record: GenerationRecord, processors: LogitsProcessorList, do_sample: bool
 ) -> bool:
-    """Whether a call's walk can be the device's, and gains by it.
-
-    A CPU reads nothing back, and selecting at unreached nodes would cost more than it saves. Plain decoding draws
-    where the prompt is.
-    """
+    """Whether a call's walk can be the device's: nothing looks at single tokens, and it draws where plain decoding
+    does, which is where the prompt is."""
     at_the_prompt = not do_sample or device == record.input_ids.device
-    return device.type != "cpu" and at_the_prompt and is_row_wise(processors) and not record.needs_rows
+    return at_the_prompt and is_row_wise(processors) and not record.needs_rows
 
 
 def commit_next(
@@ -68,7 +65,12 @@ def commit_next(
 
 
 def lazy_walk(
-    logits: torch.Tensor, tree: DraftTree, record: GenerationRecord, processors: LogitsProcessorList, do_sample: bool
+    logits: torch.Tensor,
+    tree: DraftTree,
+    record: GenerationRecord,
+    processors: LogitsProcessorList,
+    do_sample: bool,
+    most: int = 0,
 ) -> Path:
     """The walk on the host, which commits token by token: exactly the calls that plain decoding makes, in its order.
 
@@ -78,22 +80,24 @@ def lazy_walk(
         record: Receives the tokens.
         processors: The call's prepared processors.
         do_sample: Sample, or take the best.
+        most: Tokens for which the path has room, at least.
 
     Returns:
         The path, where the tree is.
     """
     nodes = torch.stack([tree.parents[0], tree.token_ids[0], tree.depths[0]], dim=1).tolist()  # one wait
     children = {(parent + 1, token): node for node, (parent, token, depth) in enumerate(nodes, start=1) if depth > 0}
-    rows, stop = [0], False
+    rows, token_ids, stop = [0], [], False
     while True:
         token, stop = commit_next(logits[:, rows[-1]], record, processors, do_sample)
+        token_ids.append(token)
         child = children.get((rows[-1], token))
         if stop or child is None:
             break
         rows.append(child)
-    path, count = torch.tensor([rows]), torch.tensor([len(rows)])
-    device = tree.parents.device
-    return Path(path.to(device), record.input_ids[:, -len(rows) :], count.to(device), rows, stop)
+    empty = [-1] * (most - len(rows))
+    packed = torch.tensor([[len(rows), *rows, *empty, *token_ids, *empty]])
+    return Path.of_packed(packed.to(tree.parents.device), rows, stop)
 
 
 def device_walk(
@@ -129,7 +133,7 @@ def device_walk(
     count = kept.sum(dim=1)
     packed = torch.cat([count[:, None], path.where(kept, -1), token_ids], dim=1)
     finished = (ended & kept).any(dim=1) | (count >= room)
-    return Path(packed[:, 1 : most + 1], packed[:, most + 1 :], packed[:, 0], packed=packed), finished
+    return Path.of_packed(packed), finished
 
 
 def commit_path(

@@ -33,6 +33,34 @@ class RoundTree(NamedTuple):
     path: list[int]  # accepted nodes, in order
 
 
+class Choice(NamedTuple):
+    """One of the ways in which rounds may run.
+
+    Attributes:
+        value: Which.
+        reason: Why it is not the fastest, or what is special about it.
+    """
+
+    value: str
+    reason: str | None = None
+
+
+class Choices(NamedTuple):
+    """How rounds run: three choices, see [`DDTreeStats`]."""
+
+    layers: Choice
+    compiled: Choice
+    launch: Choice
+
+    @classmethod
+    def launched(cls, reason: str) -> Choices:
+        """The model's own layers, one operation after another."""
+        return cls(Choice("model", reason), Choice("no", reason), Choice("operations", reason))
+
+
+_NO_ROUND = Choices.launched("no round was needed")
+
+
 @dataclass
 class DDTreeStats:
     """
@@ -43,8 +71,10 @@ class DDTreeStats:
         node_counts: Nodes verified in each round, root excluded.
         budgets: The budget of each round, given or chosen; 0 for a round without a draft, as when trees do not pay.
             As another call's `budget` they make the same trees again.
-        path: How rounds ran: compiled or captured in one CUDA graph, or "plain" launches of one operation at a time
-            and why.
+        layers: Whose layers the last round ran, a [`Choice`]: `"model"`, its own with a mask, or `"ours"`, with
+            attention over the rows that the cache holds; and why not ours.
+        compiled: Whether those were compiled, `"yes"` or `"no"`, and why not.
+        launch: How it was launched, by `"operations"`, one after another, or as a CUDA `"graph"`; and why not as one.
         times: Seconds by stage, when asked for (`record_times`): `prefill` (the prompt), then over all rounds `draft`,
             `verify`, `walk` and `keep`, or `round` where they are captured in one graph.
         trees: Each round's tree, when asked for (`record_trees`).
@@ -53,7 +83,9 @@ class DDTreeStats:
     acceptance_lengths: list[int] = field(default_factory=list)
     node_counts: list[int] = field(default_factory=list)
     budgets: list[int] = field(default_factory=list)
-    path: str = "plain: no round was needed"
+    layers: Choice = _NO_ROUND.layers
+    compiled: Choice = _NO_ROUND.compiled
+    launch: Choice = _NO_ROUND.launch
     times: dict[str, float] = field(default_factory=dict)
     trees: list[RoundTree] = field(default_factory=list)
 
@@ -70,8 +102,13 @@ class DDTreeStats:
     def __repr__(self) -> str:
         return (
             f"DDTreeStats(rounds={self.rounds}, mean_acceptance_length={self.mean_acceptance_length:.2f}, "
-            f"acceptance_lengths={self.acceptance_lengths}, path={self.path!r})"
+            f"acceptance_lengths={self.acceptance_lengths}, layers={self.layers}, compiled={self.compiled}, "
+            f"launch={self.launch})"
         )
+
+    def ran(self, choices: Choices) -> None:
+        """Note how a round runs."""
+        self.layers, self.compiled, self.launch = choices
 
     def add_round(
         self, budget: int, root: torch.Tensor, tree: DraftTree, rows: Sequence[int], keep_tree: bool
@@ -181,6 +218,11 @@ class GenerationRecord:
         """Whether a committed token needs more of its round than its id."""
         outputs = (self.scores, self.logits, self.hidden_states, self.attentions)
         return self._host_stop is None or any(output is not None for output in outputs)
+
+    @property
+    def needs_states(self) -> bool:
+        """Whether it needs the states of the layers."""
+        return self.hidden_states is not None or self.attentions is not None
 
     def commit(
         self,

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from .round_graph import GraphMemory, Recorded, ShadowTarget
+from .recorded import GraphMemory, Recorded
+from .round_graph import ShadowTarget
 from .state import unchanged
 from .tree_cache import TreeCache
 
@@ -25,8 +26,6 @@ _ROUNDING, _ROUNDING_STEPS = 0.05, 32
 class Prompt(Recorded):
     """
     Rows of a prompt behind those in the cache, each of which sees itself and what comes before.
-
-    The layers are not compiled: for one forward a call that would not pay.
 
     Args:
         target: The model.
@@ -76,6 +75,9 @@ class Prompt(Recorded):
             features.append(self.features[:, :count].clone())
         assert self.logits is not None
         return self.logits.clone(), torch.cat(features, dim=1)
+
+    def compile(self) -> None:
+        raise NotImplementedError  # for one forward a call that would not pay
 
     @torch.no_grad()
     def record(self) -> None:

@@ -19,77 +19,12 @@ from .candidate_generator import best_candidates, draft_logits, embed_tokens
 from .draft_tree import DraftTree, TreeKind, TreeRows, build_tree
 from .launched import LaunchedRound
 from .logits_process import Noise, device_walk
+from .outputs import Choices
+from .recorded import GraphMemory, Recorded
 from .shadow import compile_layers, shadow
 from .state import DecodingState, Path
 from .tree_cache import TreeCache
 from .verifier import Constants, FeatureTaps, Verification
-
-
-class GraphMemory:
-    """What graphs share of which one runs at a time, and none keeps anything in it."""
-
-    def __init__(self) -> None:
-        self.stream: Any | None = None
-        self.pool: Any | None = None
-
-
-class Recorded:
-    """
-    Work on the device alone, recorded as a CUDA graph.
-
-    Args:
-        device: A CUDA device, or any if it is not captured.
-        memory: Of the graph.
-    """
-
-    def __init__(self, device: torch.device, memory: GraphMemory) -> None:
-        self.device, self.memory = device, memory
-        self.graph: Any | None = None
-        self.path = ""  # how it runs, for the statistics
-
-    def compile(self) -> None:
-        """Compile the layers."""
-        raise NotImplementedError
-
-    def record(self) -> None:
-        """Do the work, operation by operation."""
-        raise NotImplementedError
-
-    def touch(self) -> None:
-        """Note the rows that are written."""
-        raise NotImplementedError
-
-    def restored(self) -> AbstractContextManager[None]:
-        """Leave all as it was before."""
-        raise NotImplementedError
-
-    def replay(self) -> None:
-        """Do the work, by the graph if there is one."""
-        self.touch()  # ahead of all that can fail: calls clear what earlier ones have written
-        if self.graph is None:
-            self.record()
-        else:
-            self.graph.replay()
-
-    def rehearse(self) -> None:
-        """Do the work, and leave the state and the generator as they were before."""
-        self.touch()
-        with self.restored():
-            self.record()
-
-    def capture(self) -> None:
-        """Record the work as a CUDA graph."""
-        memory, current = self.memory, torch.cuda.current_stream(self.device)
-        memory.stream = stream = memory.stream or torch.cuda.Stream(self.device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            self.rehearse()  # compiles, and lets libraries allocate what they need
-        current.wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with _own_workspaces(), torch.cuda.graph(graph, memory.pool, stream, capture_error_mode="thread_local"):
-            self.record()
-        memory.pool = graph.pool()
-        self.graph = graph
 
 
 class ShadowTarget:
@@ -166,7 +101,8 @@ class RoundKind:
         self.nodes, self.depth, self.block = source.nodes, source.max_depth, source.block_size
         self.candidates = max(1, source.candidates)
         self.device, self.dtype = source.device, source.dtype
-        self.noise = Noise(self.device) if launched.do_sample else None
+        self.walks = launched.needs_no_host  # on the device; else the host does, between two graphs
+        self.noise = Noise(self.device) if self.walks and launched.do_sample else None
         self.most = min(self.depth, self.nodes) + 1  # tokens that a round can commit
         self.graphs: dict[int, RoundGraph] = {}  # by the number of nodes
         self.failed: dict[int, str] = {}  # and what runs instead, where that failed
@@ -186,7 +122,7 @@ class RoundKind:
         if (mask := launched.verifier.prompt_mask) is not None:
             self.committed[:, : mask.shape[1]] = mask
         self.constants.copy_(launched.verifier.constants)
-        if (ends := launched.record.end_token_ids) != self._ends:
+        if self.walks and (ends := launched.record.end_token_ids) != self._ends:
             self.ends.copy_(torch.tensor(ends, dtype=torch.int64))
             self._ends = ends
 
@@ -284,32 +220,29 @@ class BlockDraft:
         return hidden
 
 
-class RoundGraph(Recorded):
+class RoundSteps:
     """
-    A round of one size, from the draft to what is kept.
+    The steps of a round of one size over shadows, in fixed shapes.
 
     Args:
         kind: Of the calls that it serves.
         nodes: Of its tree. With 0 nothing is drafted, and features wait until something is.
-        decode_round: The algorithm, over these steps.
     """
 
-    def __init__(self, kind: RoundKind, nodes: int, decode_round: Callable[..., tuple[DraftTree, Path]]) -> None:
-        super().__init__(kind.device, kind.memory)
-        self.kind, self.cache, self.decode_round = kind, kind.cache, decode_round
-        self.none = kind.zeros(1, 0)
-        self.tree = DraftTree(self.none, self.none, self.none, self.none.float())
+    def __init__(self, kind: RoundKind, nodes: int) -> None:
+        self.kind, self.cache = kind, kind.cache
+        none = kind.zeros(1, 0)
+        self.no_tree = DraftTree(none, none, none, none.float())
         if nodes:
             blank = kind.zeros(1, kind.depth, min(nodes, kind.candidates))
             nodes = kind.build_tree(blank, blank.float(), nodes).token_ids.shape[1]
         self.nodes = nodes
         self.most = min(kind.depth, nodes) + 1  # tokens that it can commit
+        self.verified: Verification | None = None  # by the last that was recorded
         rows = nodes + 1
         visible, depths = kind.zeros(1, rows, rows, dtype=torch.bool), kind.zeros(1, rows)
         self.target = ShadowTarget(kind.target, kind.layer_ids, kind.cache, kind.committed, visible, depths)
         self.block_draft = BlockDraft(kind, self.target.model, nodes) if nodes else None
-        self.kept: Path | None = None  # what the last round chose
-        self.verified: Verification | None = None  # for the first replay, which is compared
 
     def compile(self) -> None:
         self.target.compile()
@@ -317,31 +250,14 @@ class RoundGraph(Recorded):
             self.block_draft.compile()
 
     def touch(self) -> None:
+        """Note the rows that a round writes."""
         self.cache.touch(self.nodes + 1)
         self.kind.context.touch(self.kind.most + self.kind.block)
-
-    def restored(self) -> AbstractContextManager[None]:
-        return self.kind.restored()
-
-    def record(self) -> None:
-        self.tree, self.kept = self.decode_round(self, self.kind.state, self.nodes)
-
-    def run(self) -> tuple[DraftTree, Path]:
-        """Run a round on the device. Returns the tree that it verified, and what it kept."""
-        state = self.kind.state
-        if self.kind.noise is not None:
-            self.kind.noise.begin()
-        self.replay()
-        if self.nodes:
-            state.context_length.host += state.new.host
-            state.new.host = 0
-        assert self.kept is not None
-        return self.tree, self.kept
 
     @torch.no_grad()
     def draft(self, state: DecodingState, nodes: int) -> DraftTree:
         """The tree behind the root; without nodes nothing is drafted."""
-        return self.tree if self.block_draft is None else self.block_draft.draft(state)
+        return self.no_tree if self.block_draft is None else self.block_draft.draft(state)
 
     @torch.no_grad()
     def verify(self, state: DecodingState, tree: DraftTree) -> Verification:
@@ -366,6 +282,130 @@ class RoundGraph(Recorded):
         state.finished.copy_(finished)
         return path
 
+    def keep(self, state: DecodingState, path: Path, verified: Verification) -> None:
+        """Bring the rows of the path to where they belong, and the state behind it."""
+        self.cache.keep(path)
+        state.keep(path, verified.features)
+
+
+class RoundGraph:
+    """
+    A round of one size as CUDA graphs. Where the device walks, one holds all from the draft to what is kept; where the
+    host does, one ends with what the target says of the tree, and another keeps the path.
+
+    Args:
+        kind: Of the calls that it serves.
+        nodes: Of its tree.
+        decode_round: The algorithm.
+    """
+
+    def __init__(self, kind: RoundKind, nodes: int, decode_round: Callable[..., tuple[DraftTree, Path]]) -> None:
+        self.kind, self.steps, self.decode_round = kind, RoundSteps(kind, nodes), decode_round
+        works = [self._round] if kind.walks else [self._draft_and_verify, self._keep]
+        self.stretches = [Stretch(self, work) for work in works]
+        self.tree = self.steps.no_tree
+        self.path = Path.of_packed(kind.zeros(1, 1 + 2 * self.steps.most))
+        self.choices = Choices.launched("")  # how it runs, for the statistics
+
+    def _round(self) -> None:
+        self.tree, self.path = self.decode_round(self.steps, self.kind.state, self.steps.nodes)
+
+    def _draft_and_verify(self) -> None:
+        self.tree = self.steps.draft(self.kind.state, self.steps.nodes)
+        self.steps.verify(self.kind.state, self.tree)
+
+    def _keep(self) -> None:
+        assert self.steps.verified is not None
+        self.steps.cache.open(self.steps.verified.rows)  # which is closed since it was recorded last
+        self.steps.keep(self.kind.state, self.path, self.steps.verified)
+
+    def compile(self) -> None:
+        """Compile the layers."""
+        self.steps.compile()
+
+    def rehearse(self) -> None:
+        """Do all that a round does, and leave the state and the generator as they were before."""
+        for stretch in self.stretches:
+            stretch.rehearse()
+
+    def capture(self) -> None:
+        """Record a round."""
+        for stretch in self.stretches:
+            stretch.capture()
+
+    def run(self, launched: LaunchedRound) -> tuple[DraftTree, Path]:
+        """Run a round. Returns the tree that it verified, and the path that it kept.
+
+        Args:
+            launched: The call's, which walks where the host does.
+        """
+        if not self.kind.walks:
+            return self.decode_round(WalkedRound(self, launched), self.kind.state, self.steps.nodes)
+        if self.kind.noise is not None:
+            self.kind.noise.begin()
+        self.begin()
+        return self.tree, self.path
+
+    def begin(self) -> None:
+        """Replay the first stretch, in which the last round's features become context."""
+        self.stretches[0].replay()
+        if self.steps.nodes:
+            self.kind.state.drafted()
+
+
+class Stretch(Recorded):
+    """What a round does without the host.
+
+    Args:
+        graph: The round.
+        work: What is done.
+    """
+
+    def __init__(self, graph: RoundGraph, work: Callable[[], None]) -> None:
+        super().__init__(graph.kind.device, graph.kind.memory)
+        self.round, self.work = graph, work
+
+    def record(self) -> None:
+        self.work()
+
+    def touch(self) -> None:
+        self.round.steps.touch()
+
+    def restored(self) -> AbstractContextManager[None]:
+        return self.round.kind.restored()
+
+
+class WalkedRound:
+    """The steps of a round whose path the host walks, between two replays.
+
+    Args:
+        graph: The round.
+        launched: The call's.
+    """
+
+    def __init__(self, graph: RoundGraph, launched: LaunchedRound) -> None:
+        self.graph, self.launched = graph, launched
+
+    def draft(self, state: DecodingState, nodes: int) -> DraftTree:
+        """The tree behind the root; it is verified at once."""
+        self.graph.begin()
+        return self.graph.tree
+
+    def verify(self, state: DecodingState, tree: DraftTree) -> Verification:
+        """What the target says of it."""
+        assert self.graph.steps.verified is not None
+        return self.graph.steps.verified
+
+    def choose(self, state: DecodingState, tree: DraftTree, verified: Verification) -> Path:
+        """The path that plain decoding would have taken, committed while it is walked."""
+        return self.launched.walk(tree, verified, self.graph.steps.most)
+
+    def keep(self, state: DecodingState, path: Path, verified: Verification) -> None:
+        """Bring the rows of the path to where they belong, and the state behind it."""
+        assert self.graph.path.packed is not None and path.packed is not None
+        self.graph.path.packed.copy_(path.packed)
+        self.graph.stretches[1].replay()
+
 
 def tree_functions(
     kind: TreeKind, nodes: int, device: torch.device
@@ -384,17 +424,3 @@ def tree_functions(
             build = functools.partial(build_tree, kind) if kind == "static" else kernel.best_first_tree_triton
             return build, find_rows
     return functools.partial(build_tree, kind), TreeRows.of
-
-
-@contextmanager
-def _own_workspaces() -> Iterator[None]:
-    """Have cuBLAS allocate its workspaces in the graph's memory.
-
-    Those that torch keeps for a stream would do, but whoever captures other graphs, as `torch.compile` does, frees
-    them, and a replay would write to what belongs to others by then.
-    """
-    torch._C._cuda_clearCublasWorkspaces()
-    try:
-        yield
-    finally:
-        torch._C._cuda_clearCublasWorkspaces()

@@ -35,7 +35,7 @@ class Path(NamedTuple):
         length: `(B,)` int64, how many.
         on_host: The rows, where the host knows them, since it has committed their tokens; for one text.
         stop: Whether generation ends with them; likewise.
-        packed: `(B, 1 + 2P)`, length, rows and tokens in one piece, where the host has yet to fetch them.
+        packed: `(B, 1 + 2P)`, length, rows and tokens in one piece.
     """
 
     rows: torch.Tensor
@@ -44,6 +44,12 @@ class Path(NamedTuple):
     on_host: Sequence[int] | None = None
     stop: bool = False
     packed: torch.Tensor | None = None
+
+    @classmethod
+    def of_packed(cls, packed: torch.Tensor, on_host: Sequence[int] | None = None, stop: bool = False) -> Path:
+        """The path of such a piece, whose other tensors are parts of it."""
+        most = packed.shape[1] // 2
+        return cls(packed[:, 1 : most + 1], packed[:, most + 1 :], packed[:, 0], on_host, stop, packed)
 
     def fetch(self) -> list[int]:
         """The packed path on the host: a round's one wait for the device."""
@@ -109,6 +115,11 @@ class DecodingState:
         self.length.tensor.add_(path.length)
         self.position.add_(path.length)
         self.room.sub_(path.length)
+
+    def drafted(self) -> None:
+        """Note on the host that the last round's features have become context."""
+        self.context_length.host += self.new.host
+        self.new.host = 0
 
     def moved(self, count: int) -> None:
         """Note on the host that a round has committed `count` tokens."""
