@@ -407,7 +407,7 @@ def test_max_depth_and_statistics() -> None:
     assert stats.rounds == len(stats.acceptance_lengths)
     assert stats.mean_acceptance_length == pytest.approx(39 / stats.rounds)
     assert set(stats.times) == {"prefill", "draft", "verify", "walk", "keep"}
-    assert stats.path.startswith("plain")
+    assert stats.launch.value == "operations"
 
 
 def test_a_rope_switch_far_into_a_long_text() -> None:

@@ -75,7 +75,7 @@ def check_offloaded(model: PreTrainedModel, offload: Offload, path: Path) -> Non
     out = trees(model, drafter, text)
     assert torch.equal(out.sequences, text)
     assert out.ddtree_stats.mean_acceptance_length > 2
-    assert out.ddtree_stats.path == "plain: weights are offloaded"
+    assert out.ddtree_stats.launch.reason == "weights are offloaded"
     assert hooks(model) == before
 
 

@@ -68,7 +68,7 @@ def test_equal_to_plain(family: str, options: dict[str, Any], prompt: int) -> No
     ids = prompt_ids(prompt)
     expected, state = run(model, ids, 40, **options)
     out, after = run(model, ids, 40, assistant_model=drafter, ddtree=DDTreeConfig(budget=9), **options)
-    assert out.ddtree_stats.path.startswith("compiled")
+    assert out.ddtree_stats.compiled.value == "yes"
     assert out.sequences.tolist() == expected.sequences.tolist()
     assert torch.equal(after, state)
 
@@ -96,7 +96,7 @@ def test_drafts_what_the_plain_loop_drafts(
     out, _ = run(model, prompt_ids(30), 40, **call)
     monkeypatch.undo()
     expected, _ = run(model, prompt_ids(30), 40, **call)
-    assert expected.ddtree_stats.path != out.ddtree_stats.path
+    assert expected.ddtree_stats.launch != out.ddtree_stats.launch
     assert_same_drafts(out, expected)
 
 
@@ -116,7 +116,7 @@ def test_no_draft_is_launched_plainly(budget: Any, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(DDTreeCandidateGenerator, "propose", fail)
     out, _ = run(model, prompt_ids(30), 30, **call)
-    assert out.ddtree_stats.path.startswith("compiled") and expected.ddtree_stats.path == "plain: asked for"
+    assert out.ddtree_stats.compiled.value == "yes" and expected.ddtree_stats.launch.reason == "asked for"
     assert out.sequences.tolist() == expected.sequences.tolist()
     assert_same_drafts(out, expected)
     assert out.ddtree_stats.budgets[:15] == expected.ddtree_stats.budgets[:15]
@@ -202,7 +202,7 @@ def test_a_capture_that_fails_leaves_the_rounds_to_plain_launches(
     tries = []
 
     def fail(self: round_graph.RoundGraph) -> None:
-        tries.append(self.record())  # as far as it came
+        tries.append(self.stretches[0].record())  # as far as it came
         raise torch.OutOfMemoryError("no room\nfor details")
 
     monkeypatch.setattr(round_graph.RoundGraph, "capture", fail)
@@ -214,7 +214,7 @@ def test_a_capture_that_fails_leaves_the_rounds_to_plain_launches(
         out, after = run(model, prompt_ids(20), 30, assistant_model=drafter, ddtree=True, **options)
         assert out.sequences.tolist() == expected.sequences.tolist()
         assert torch.equal(after, state)
-        assert out.ddtree_stats.path == "plain: the capture failed (OutOfMemoryError: no room)"
+        assert out.ddtree_stats.launch.reason == "the capture failed (OutOfMemoryError: no room)"
     assert len(tries) == 1  # the second call knows
 
 
@@ -230,7 +230,8 @@ def test_what_cannot_be_compiled_is_captured_as_it_is(monkeypatch: pytest.Monkey
     out, after = run(model, prompt_ids(20), 30, assistant_model=tiny_drafter(model), ddtree=True, **SAMPLING)
     assert out.sequences.tolist() == expected.sequences.tolist()
     assert torch.equal(after, state)
-    assert out.ddtree_stats.path == "captured in one CUDA graph (not compiled: RuntimeError: no compiler)"
+    assert out.ddtree_stats.compiled == ("no", "RuntimeError: no compiler")
+    assert out.ddtree_stats.launch.value == "graph"
 
 
 @pytest.mark.usefixtures("stepped")
@@ -348,10 +349,10 @@ def test_why_rounds_are_launched_plainly(change: Any, reason: str, monkeypatch: 
     if "CPU" not in reason:
         monkeypatch.setattr(capture, "_on_one_gpu", lambda devices: None)
     out, _ = run(model, prompt_ids(5), 9, assistant_model=tiny_drafter(model), ddtree=True, **GREEDY)
-    assert out.ddtree_stats.path == f"plain: {reason}"
+    assert out.ddtree_stats.launch == ("operations", reason)
     asked = DDTreeConfig(execution="plain")
     out, _ = run(model, prompt_ids(5), 9, assistant_model=tiny_drafter(model), ddtree=asked, **GREEDY)
-    assert out.ddtree_stats.path == "plain: asked for"
+    assert out.ddtree_stats.launch.reason == "asked for"
 
 
 @pytest.mark.usefixtures("stepped")
@@ -389,7 +390,7 @@ def test_no_node_lies_beyond_the_last_position(prompt: int, fails: bool, monkeyp
     call = GREEDY | {"assistant_model": tiny_drafter(model), "ddtree": {"budget": 7, "tree": "chain"}}
     out, _ = run(model, prompt_ids(prompt), 64 - prompt, **call)
     assert out.sequences.tolist() == expected.sequences.tolist()
-    assert ("failed" in out.ddtree_stats.path) == fails
+    assert ("failed" in (out.ddtree_stats.launch.reason or "")) == fails
 
 
 @pytest.mark.usefixtures("stepped")
@@ -435,7 +436,7 @@ def test_rows_of_another_shape_than_the_keys_are_not_guessed(monkeypatch: pytest
     expected, _ = run(model, prompt_ids(8), 12, **GREEDY)
     out, _ = run(model, prompt_ids(8), 12, assistant_model=tiny_drafter(model), ddtree=True, **GREEDY)
     assert out.sequences.tolist() == expected.sequences.tolist()
-    assert "other keys or values" in out.ddtree_stats.path
+    assert "other keys or values" in str(out.ddtree_stats.layers.reason)
 
 
 @pytest.mark.usefixtures("stepped")

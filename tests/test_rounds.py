@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import hf_ddtree
 from hf_ddtree import DDTreeConfig, launched, round_graph
@@ -18,6 +19,7 @@ from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9}
+PENALTY: dict[str, Any] = SAMPLING | {"repetition_penalty": 1.2}
 EXECUTORS = ["launched", "graph"]
 
 
@@ -35,7 +37,7 @@ def run(model: Any, ids: torch.Tensor, new: int, **options: Any) -> tuple[Any, t
 
 
 def ran_as(out: Any, executor: str) -> bool:
-    return out.ddtree_stats.path.startswith("plain") == (executor == "launched")
+    return (out.ddtree_stats.launch.value == "operations") == (executor == "launched")
 
 
 # -- layers and rows -------------------------------------------------------------------------------------------------
@@ -68,7 +70,7 @@ def test_a_graph_that_differs_from_a_launched_round_is_not_trusted(monkeypatch: 
         out, after = run(
             model, prompt_ids(30), 30, assistant_model=tiny_drafter(model), ddtree={"budget": 9}, **SAMPLING
         )
-        assert out.ddtree_stats.path == "plain: a graph's round differs from a launched one"
+        assert out.ddtree_stats.launch.reason == "a graph's round differs from a launched one"
         assert out.sequences.tolist() == expected.sequences.tolist()
         assert torch.equal(after, state)
 
@@ -90,7 +92,7 @@ class Ticking:
         monkeypatch.setattr(_HostStop, "__call__", call)
 
 
-@pytest.mark.parametrize("options", [GREEDY, SAMPLING], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("options", [GREEDY, SAMPLING, PENALTY], ids=["greedy", "sampled", "penalty"])
 @pytest.mark.parametrize("stop", range(2, 12))
 def test_a_text_that_ends_inside_a_path_can_be_continued(
     stop: int, options: dict[str, Any], executor: str, monkeypatch: pytest.MonkeyPatch
@@ -119,7 +121,7 @@ def test_a_text_that_ends_inside_a_path_can_be_continued(
     assert second[CACHE_KEY].get_seq_length() == second.sequences.shape[1] - 1
 
 
-@pytest.mark.parametrize("options", [GREEDY, SAMPLING], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("options", [GREEDY, SAMPLING, PENALTY], ids=["greedy", "sampled", "penalty"])
 def test_a_streamer_that_raises_leaves_the_generator_as_plain_decoding_does(
     options: dict[str, Any], executor: str
 ) -> None:
@@ -149,6 +151,67 @@ def test_a_streamer_that_raises_leaves_the_generator_as_plain_decoding_does(
         assert seen[0] == seen[1]
 
 
+# -- what looks at single tokens --------------------------------------------------------------------------------------
+
+
+class Odd(LogitsProcessor):
+    """Looks at the whole text."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores - 3.0 * (torch.arange(scores.shape[1]) % 5 == int(input_ids.sum()) % 5)
+
+
+class Enough(StoppingCriteria):
+    """Ends the text with the first token that the text has had three times."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return (input_ids[:, 20:] == input_ids[:, -1:]).sum(dim=1) >= 3
+
+
+LOOKING: dict[str, dict[str, Any]] = {
+    "penalty": GREEDY | {"repetition_penalty": 1.3},
+    "sampled penalty": PENALTY,
+    "n-grams": SAMPLING | {"no_repeat_ngram_size": 2},
+    "scores": SAMPLING | {"output_scores": True, "output_logits": True},
+    "grammar": GREEDY | {"prefix_allowed_tokens_fn": lambda batch, ids: range(int(ids[-1]) % 3, 211, 3)},
+    "processor": GREEDY | {"logits_processor": LogitsProcessorList([Odd()])},
+    "criterion": SAMPLING | {"stopping_criteria": StoppingCriteriaList([Enough()])},
+}
+
+
+@pytest.mark.parametrize("budget", [9, [9, 0, 0, 4, 9, 0] * 12], ids=["trees", "pauses"])
+@pytest.mark.parametrize("looking", LOOKING)
+def test_what_looks_at_single_tokens_is_walked_by_the_host(looking: str, budget: Any, executor: str) -> None:
+    """Beside two graphs, where there are graphs."""
+    model, options = tiny_target("qwen2_mixed"), LOOKING[looking]
+    drafter = tiny_drafter(model)
+    call = options | {"assistant_model": drafter, "ddtree": DDTreeConfig(budget=budget)}
+    expected, state = run(model, prompt_ids(20), 60, **options)
+    with scripted(expected.sequences, 0.8):
+        out, after = run(model, prompt_ids(20), 60, **call)
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert torch.equal(after, state)
+    assert ran_as(out, executor)
+    assert max(out.ddtree_stats.acceptance_lengths) > 2
+    for name in ("scores", "logits"):
+        mine, theirs = getattr(out, name) or (), getattr(expected, name) or ()
+        assert len(mine) == len(theirs)
+        for one, other in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-3, rtol=0)
+
+
+@pytest.mark.usefixtures("stepped")
+def test_one_kind_of_graphs_serves_all_that_the_host_walks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processors and their values, criteria and outputs are nothing to it."""
+    captured: list[str] = []
+    monkeypatch.setattr(round_graph.Recorded, "capture", lambda self: captured.append(type(self).__name__))
+    model = tiny_target("llama")
+    drafter = tiny_drafter(model)
+    for options in LOOKING.values():
+        run(model, prompt_ids(20), 20, assistant_model=drafter, ddtree={"budget": 9}, **options)
+    assert captured == ["Prompt", "Stretch", "Stretch"]
+
+
 # -- several drafters ------------------------------------------------------------------------------------------------
 
 
@@ -163,7 +226,7 @@ def test_two_drafters_in_turn_find_their_graphs(monkeypatch: pytest.MonkeyPatch)
         for drafter in drafters:
             out, _ = run(model, prompt_ids(20), 30, assistant_model=drafter, ddtree={"budget": 9}, **GREEDY)
             assert out.sequences.tolist() == expected.sequences.tolist()
-    assert sorted(captured) == ["Prompt", "Prompt", "RoundGraph", "RoundGraph"]
+    assert sorted(captured) == ["Prompt", "Prompt", "Stretch", "Stretch"]
 
 
 @pytest.mark.usefixtures("stepped")
@@ -229,28 +292,28 @@ def test_a_graphs_round_waits_once(options: dict[str, Any], monkeypatch: pytest.
     call = options | {"assistant_model": tiny_drafter(model), "ddtree": {"budget": 7}}
     run(model, prompt_ids(20), 20, **call)
     reads = Reads()
-    tolist, replay = torch.Tensor.tolist, round_graph.RoundGraph.replay
+    tolist, replay = torch.Tensor.tolist, round_graph.Stretch.replay
 
     def counted(self: torch.Tensor) -> Any:
         if reads.counts:
             reads.counts[-1] += 1
         return tolist(self)
 
-    def replayed(self: round_graph.RoundGraph) -> None:
+    def replayed(self: round_graph.Stretch) -> None:
         reads.counts.append(0)
         reads.recorded = True
         replay(self)
         reads.recorded = False
 
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
-    monkeypatch.setattr(round_graph.RoundGraph, "replay", replayed)
+    monkeypatch.setattr(round_graph.Stretch, "replay", replayed)
     with reads:
         out, _ = run(model, prompt_ids(20), 20, **call)
     assert len(reads.counts) == out.ddtree_stats.rounds > 3
     assert reads.counts[:-1] == [1] * (len(reads.counts) - 1)  # behind the last one the call ends
 
 
-def test_a_lazy_walk_waits_for_the_tree_and_once_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lazy_walk_waits_for_the_tree_and_once_a_token(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As stock decoding, whose loop asks after each token whether it was the last."""
     model = tiny_target("qwen3")
     call = GREEDY | {"repetition_penalty": 1.1, "assistant_model": tiny_drafter(model), "ddtree": {"budget": 7}}
@@ -273,5 +336,6 @@ def test_a_lazy_walk_waits_for_the_tree_and_once_a_token(monkeypatch: pytest.Mon
     monkeypatch.setattr(launched, "lazy_walk", walk)
     with reads:
         out, _ = run(model, prompt_ids(20), 30, **call)
+    assert ran_as(out, executor)
     assert len(counts) == out.ddtree_stats.rounds > 3
     assert set(counts) == {(1, 0)}

@@ -11,7 +11,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from .candidate_generator import DDTreeCandidateGenerator
 from .draft_tree import DraftTree, TreeRows
-from .logits_process import Noise, device_walk, lazy_walk, needs_no_host
+from .logits_process import Noise, device_walk, lazy_walk, needs_no_host, walks_on_device
 from .outputs import GenerationRecord, PlainColumns
 from .rope import RopeSwitch
 from .state import DecodingState, Path
@@ -48,8 +48,7 @@ class LaunchedRound:
         self.record, self.processors, self.do_sample = record, processors, do_sample
         self.model_kwargs, self.users_cache = model_kwargs, users_cache
         self.needs_no_host = needs_no_host(verifier.device, record, processors, do_sample)
-        # A CPU reads nothing back, and selecting at unreached nodes would cost more than it saves.
-        self.on_device = self.needs_no_host and verifier.device.type != "cpu"
+        self.on_device = walks_on_device(verifier.device, record, processors, do_sample)
         self.noise = Noise(verifier.device) if self.on_device and do_sample else None
         self.plain = False  # whether this round is a plain step
 

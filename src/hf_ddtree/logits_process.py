@@ -46,6 +46,13 @@ def needs_no_host(
     return at_the_prompt and is_row_wise(processors) and not record.needs_rows
 
 
+def walks_on_device(
+    device: torch.device, record: GenerationRecord, processors: LogitsProcessorList, do_sample: bool
+) -> bool:
+    """Whether it gains by that besides: a CPU reads nothing back, and would select at all nodes for nothing."""
+    return device.type != "cpu" and needs_no_host(device, record, processors, do_sample)
+
+
 def commit_next(
     logits: torch.Tensor, record: GenerationRecord, processors: LogitsProcessorList, do_sample: bool
 ) -> tuple[int, bool]:

@@ -303,15 +303,15 @@ class RoundGraph:
         self.kind, self.steps, self.decode_round = kind, RoundSteps(kind, nodes), decode_round
         works = [self._round] if kind.walks else [self._draft_and_verify, self._keep]
         self.stretches = [Stretch(self, work) for work in works]
-        self.tree = self.steps.no_tree
+        self.nodes, self.tree = self.steps.nodes, self.steps.no_tree
         self.path = Path.of_packed(kind.zeros(1, 1 + 2 * self.steps.most))
         self.choices = Choices.launched("")  # how it runs, for the statistics
 
     def _round(self) -> None:
-        self.tree, self.path = self.decode_round(self.steps, self.kind.state, self.steps.nodes)
+        self.tree, self.path = self.decode_round(self.steps, self.kind.state, self.nodes)
 
     def _draft_and_verify(self) -> None:
-        self.tree = self.steps.draft(self.kind.state, self.steps.nodes)
+        self.tree = self.steps.draft(self.kind.state, self.nodes)
         self.steps.verify(self.kind.state, self.tree)
 
     def _keep(self) -> None:
@@ -340,7 +340,7 @@ class RoundGraph:
             launched: The call's, which walks where the host does.
         """
         if not self.kind.walks:
-            return self.decode_round(WalkedRound(self, launched), self.kind.state, self.steps.nodes)
+            return self.decode_round(WalkedRound(self, launched), self.kind.state, self.nodes)
         if self.kind.noise is not None:
             self.kind.noise.begin()
         self.begin()
@@ -349,7 +349,7 @@ class RoundGraph:
     def begin(self) -> None:
         """Replay the first stretch, in which the last round's features become context."""
         self.stretches[0].replay()
-        if self.steps.nodes:
+        if self.nodes:
             self.kind.state.drafted()
 
 
