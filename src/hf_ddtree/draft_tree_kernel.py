@@ -12,26 +12,38 @@ import torch
 import triton
 import triton.language as tl
 
-from .draft_tree import DraftTree
+from .draft_tree import DraftTree, check_table, clean
 
 MAX_BUDGET = 511  # a warp's registers hold what it knows of each node
+MAX_TABLE_WIDTH = 64  # a node's place in the order and among the candidates are one number of 31 bits
 
 
-def best_first_tree_triton(token_ids: torch.Tensor, log_probs: torch.Tensor, budget: int) -> DraftTree:
+def best_first_tree_triton(
+    token_ids: torch.Tensor, log_probs: torch.Tensor, budget: int, by_parent: torch.Tensor | None = None
+) -> DraftTree:
     """`draft_tree.best_first_tree` as a Triton kernel, equal to it bit for bit.
 
+    With `by_parent` it equals `draft_tree.build_tree_by_rows` for a `Proposal` of these tensors.
+
     Raises:
-        ValueError: `budget` is below 1 or above `MAX_BUDGET`, or the shapes differ or are not 3-D.
+        ValueError: `budget` is below 1 or above `MAX_BUDGET`, the shapes differ or are not 3-D, or `by_parent` is not
+            `(B, D, K, K)` with K up to `MAX_TABLE_WIDTH`.
     """
-    if token_ids.shape != log_probs.shape or log_probs.dim() != 3:
-        raise ValueError(
-            "token_ids and log_probs must both be (batch, depth, candidates), "
-            f"got {tuple(token_ids.shape)} and {tuple(log_probs.shape)}"
-        )
+    check_table(token_ids, log_probs)
     if not 1 <= budget <= MAX_BUDGET:
         raise ValueError(f"budget must be from 1 to {MAX_BUDGET}, got {budget}")
-    token_ids, log_probs = token_ids.contiguous(), log_probs.float().contiguous()
     batch, depth, candidates = log_probs.shape
+    columns = None
+    if by_parent is not None:
+        if by_parent.shape != (*log_probs.shape, candidates) or candidates > MAX_TABLE_WIDTH:
+            raise ValueError(
+                f"by_parent must be (batch, depth, candidates, candidates) with up to {MAX_TABLE_WIDTH} candidates, "
+                f"got {tuple(by_parent.shape)} for {tuple(log_probs.shape)}"
+            )
+        behind_root = log_probs[:, :1, None].expand(-1, -1, candidates, -1)
+        rows = clean(torch.cat([behind_root, by_parent[:, 1:]], dim=1))
+        log_probs, columns = rows.sort(dim=3, descending=True, stable=True)
+    token_ids, log_probs = token_ids.contiguous(), log_probs.float().contiguous()
     # A node comes after its ancestors and its better siblings.
     depth, width = min(depth, budget), min(candidates, budget)
     nodes = min(budget, sum(width**level for level in range(1, depth + 1)))
@@ -42,6 +54,7 @@ def best_first_tree_triton(token_ids: torch.Tensor, log_probs: torch.Tensor, bud
         _tree_kernel[batch,](
             token_ids,
             log_probs,
+            columns,
             *tree,
             token_ids[0].numel(),
             candidates,
@@ -52,6 +65,7 @@ def best_first_tree_triton(token_ids: torch.Tensor, log_probs: torch.Tensor, bud
             SLOTS=max(32, triton.next_power_of_2(nodes + 1)),
             BLOCK_WIDTH=block_width,
             BLOCK_DEPTH=max(1, min(triton.next_power_of_2(depth), 1024 // block_width)),
+            HAS_TABLE=columns is not None,
             num_warps=1,
         )
     return tree
@@ -75,8 +89,9 @@ def ancestors_triton(parents: torch.Tensor, depths: torch.Tensor) -> tuple[torch
 # Costs are paths' log-probs without the sign: the bits of such floats sort as the floats do.
 _IMPOSSIBLE = tl.constexpr(0x7F800000)  # infinity
 _NOTHING = tl.constexpr(0x7FFFFFFF)
-# Among equal costs, nodes are in the order of depth, parent and rank: shifts and a mask that make one number of them.
-_DEPTH, _PARENT, _RANK = tl.constexpr(20), tl.constexpr(10), tl.constexpr(1023)
+# Among equal costs, nodes are in the order of depth, parent and rank, which one number holds: ten bits each. With a
+# table the rank takes twelve bits, of which the last six are the column that a ranked row had it from.
+_PARENT_BITS, _COLUMN_BITS = tl.constexpr(10), tl.constexpr(6)
 
 
 @triton.jit
@@ -94,6 +109,14 @@ def _rank_behind(row_ptr, prefix, last, last_rank, children, BLOCK_WIDTH: tl.con
     behind = (rank < children) & ((costs > last) | ((costs == last) & (rank > last_rank)))
     least = tl.min(tl.where(behind, costs, _NOTHING), 0)
     return tl.min(tl.where(behind & (costs == least), rank, BLOCK_WIDTH), 0)
+
+
+@triton.jit
+def _with_column(columns_ptr, rank, mask, HAS_TABLE: tl.constexpr):
+    """The rank as places hold it: with a table, the column is behind it."""
+    if HAS_TABLE:
+        return (rank << _COLUMN_BITS) + tl.load(columns_ptr + rank, mask=mask, other=0).to(tl.int32)
+    return rank
 
 
 @triton.jit(do_not_specialize=["stride_b", "stride_d", "depth", "width", "budget", "nodes"])
