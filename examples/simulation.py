@@ -15,9 +15,9 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_ddtree import DFlashDraftModel
-from hf_ddtree.candidate_generator import best_candidates, draft_logits, embed_tokens
 from hf_ddtree.compat import hidden_states_request, requested_hidden_states
 from hf_ddtree.draft_tree import DraftTree, best_first_tree, build_tree
+from hf_ddtree.drafter_families import best_candidates, draft_logits, embed_tokens
 
 NOWHERE = 2**31 - 1  # the place of a token that is not in the tree
 

@@ -42,7 +42,7 @@ from transformers import (
 
 from hf_ddtree import DFlashConfig, DFlashDraftModel, release_buffers
 from hf_ddtree.anatomy import find_decoder, layer_kinds
-from hf_ddtree.candidate_generator import draft_logits, embed_tokens
+from hf_ddtree.drafter_families import draft_logits, embed_tokens
 from hf_ddtree.verifier import FeatureTaps
 from smollm2 import prepare_target
 

@@ -26,7 +26,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from hf_ddtree import DDTreeCandidateGenerator, DFlashConfig, DFlashDraftModel, round_graph
+from hf_ddtree import DDTreeCandidateGenerator, DFlashConfig, DFlashDraftModel, drafter_families, round_graph
+from hf_ddtree.draft_source import DraftSource
 from hf_ddtree.draft_tree import DraftTree, TreeRows
 from hf_ddtree.state import Path
 from hf_ddtree.tree_cache import TreeCache
@@ -156,12 +157,9 @@ def scripted(text: torch.Tensor | Sequence[int], hit: float, seed: int = 0, voca
     launched, recorded = DDTreeCandidateGenerator.propose, round_graph.BlockDraft.hidden_states
     starts = [0]
 
-    def propose(
-        self: DDTreeCandidateGenerator, root: torch.Tensor, position: torch.Tensor, depth: int, candidates: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        launched(self, root, position, depth, candidates)
-        token_ids, log_probs = draft(int(position) + 1, depth, candidates)
-        return token_ids.to(root.device), log_probs.to(root.device)
+    def propose(self: DDTreeCandidateGenerator, text: torch.Tensor, position: torch.Tensor, *args: Any) -> DraftSource:
+        starts[0] = int(position) + 1
+        return launched(self, text, position, *args)
 
     def hidden_states(self: round_graph.BlockDraft, features: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         starts[0] = int(self.kind.state.position) + 1
@@ -170,7 +168,9 @@ def scripted(text: torch.Tensor | Sequence[int], hit: float, seed: int = 0, voca
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DDTreeCandidateGenerator, "propose", propose)
         patch.setattr(round_graph.BlockDraft, "hidden_states", hidden_states)
-        patch.setattr(round_graph, "best_candidates", lambda logits, width: draft(starts[0], logits.shape[1], width))
+        patch.setattr(
+            drafter_families, "best_candidates", lambda logits, width: draft(starts[0], logits.shape[1], width)
+        )
         yield
 
 

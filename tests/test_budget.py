@@ -20,6 +20,7 @@ from hf_ddtree import (
 )
 from hf_ddtree.budget import AutoBudget, Budget, ReplayedBudget, make_budget
 from hf_ddtree.compat import CACHE_KEY
+from hf_ddtree.draft_source import Proposal
 from hf_ddtree.launched import LaunchedRound
 from scripted import VOCAB, prompt_ids, scripted, tiny_drafter, tiny_target
 
@@ -124,10 +125,10 @@ def test_a_drafter_that_is_never_right_makes_way_for_single_tokens(
     original = DDTreeCandidateGenerator.propose
 
     def propose(self: Any, root: torch.Tensor, position: torch.Tensor, depth: int, candidates: int) -> Any:
-        _, log_probs = original(self, root, position, depth, candidates)
+        _, log_probs, _ = original(self, root, position, depth, candidates)
         start = int(position) + 1
         others = expected.sequences[:, start : start + depth, None] + 1 + torch.arange(candidates)
-        return others % VOCAB, log_probs
+        return Proposal(others % VOCAB, log_probs)
 
     monkeypatch.setattr(DDTreeCandidateGenerator, "propose", propose)
     for _ in range(2):  # the next call gives the drafter another chance

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from all_targets import classes, config_classes, tiny_config, tiny_model
 from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, DFlashDraftModel, logits_scaling
-from hf_ddtree.candidate_generator import best_candidates, draft_logits, embed_tokens
+from hf_ddtree.drafter_families import best_candidates, draft_logits, embed_tokens
 from hf_ddtree.shadow import shadow
 from scripted import SIZES, VOCAB, prompt_ids, tiny_drafter, tiny_target
 
@@ -239,7 +239,7 @@ def test_a_drafter_that_knows_the_targets_final_state_drafts_its_distribution(
     outputs = model(prompt_ids(9), output_hidden_states=True)
     source = DDTreeCandidateGenerator(model, tiny_drafter(model), DDTreeConfig(), max_length=100)
     monkeypatch.setattr(source, "_draft", lambda root, position: outputs.hidden_states[-1])
-    token_ids, log_probs = source.propose(torch.tensor([[7]]), torch.tensor([[9]]), depth=7, candidates=VOCAB)
+    token_ids, log_probs, _ = source.propose(torch.tensor([[7]]), torch.tensor([[9]]), depth=7, candidates=VOCAB)
     expected = outputs.logits[:, 1:8].log_softmax(-1).gather(-1, token_ids)
     torch.testing.assert_close(log_probs, expected, atol=1e-4, rtol=1e-4)
     assert expected.min() < -1, "every token is as probable as the others"
@@ -273,7 +273,7 @@ def test_proposals_are_sorted_normalised_and_of_the_targets_vocabulary() -> None
     drafter = tiny_drafter(model)
     source = DDTreeCandidateGenerator(model, drafter, DDTreeConfig(budget=300), max_length=100)
     source.append(torch.randn(1, 5, 96), torch.arange(5)[None])
-    token_ids, log_probs = source.propose(torch.tensor([[7]]), torch.tensor([[5]]), depth=7, candidates=300)
+    token_ids, log_probs, _ = source.propose(torch.tensor([[7]]), torch.tensor([[5]]), depth=7, candidates=300)
     assert token_ids.shape == log_probs.shape == (1, 7, 211)
     assert (log_probs.diff(dim=-1) <= 0).all()
     torch.testing.assert_close(log_probs.logsumexp(-1), torch.zeros(1, 7), atol=1e-5, rtol=0)

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from hf_ddtree import DDTreeCandidateGenerator, DDTreeConfig, DFlashConfig, DFlashDraftModel
-from hf_ddtree.candidate_generator import draft_logits, embed_tokens
+from hf_ddtree.drafter_families import draft_logits, embed_tokens
 from hf_ddtree.drafter_formats import flatten_config_dict
 from scripted import SIZES, VOCAB, prompt_ids, tiny_drafter, tiny_target
 from test_candidate_generator import Rounds, fit
@@ -217,7 +217,7 @@ def test_a_reduced_vocabulary_is_all_that_is_drafted(target: PreTrainedModel, tm
     restricted = hidden @ weights["lm_head.weight"].T
     source = DDTreeCandidateGenerator(target, loaded, DDTreeConfig(budget=40), max_length=100)
     source.append(torch.randn(1, 5, 96), torch.arange(5)[None])
-    token_ids, log_probs = source.propose(torch.tensor([[7]]), torch.tensor([[5]]), depth=7, candidates=40)
+    token_ids, log_probs, _ = source.propose(torch.tensor([[7]]), torch.tensor([[5]]), depth=7, candidates=40)
     assert (token_ids % 3 == 0).all() and log_probs.isfinite().all()
     with torch.no_grad():
         logits = draft_logits(target, hidden, loaded)

@@ -19,6 +19,7 @@ from hf_ddtree import (
     attention,
     candidate_generator,
     capture,
+    drafter_families,
     release_buffers,
     round_graph,
     shadow,
@@ -146,7 +147,7 @@ def knowing(monkeypatch: pytest.MonkeyPatch) -> Any:
             return torch.tensor([rows]), log_probs.expand(1, len(rows), width)
 
         monkeypatch.setattr(round_graph.BlockDraft, "hidden_states", hidden_states)
-        monkeypatch.setattr(round_graph, "best_candidates", candidates)
+        monkeypatch.setattr(drafter_families, "best_candidates", candidates)
 
     return use
 

@@ -108,7 +108,7 @@ def test_training_sees_what_drafting_sees(family: str) -> None:
         states = target(second, output_hidden_states=True).hidden_states
         alone = torch.cat([states[tap + 1] for tap in drafter.config.target_layer_ids], dim=-1)
         generator.append(alone[:, :17], torch.arange(17)[None])
-        tokens, log_probs = generator.propose(second[:, 17:18], torch.tensor([[17]]), 3, VOCAB + 5)
+        tokens, log_probs, _ = generator.propose(second[:, 17:18], torch.tensor([[17]]), 3, VOCAB + 5)
     losses = [-log_probs[0, k][tokens[0, k] == second[0, 18 + k]].item() for k in range(3)]
     weights = np.exp(-np.arange(3) / 2.0)
     torch.testing.assert_close(features[:, 5:], alone, rtol=1e-3, atol=1e-3)

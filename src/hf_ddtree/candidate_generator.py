@@ -14,13 +14,16 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.modeling_outputs import ModelOutput
 
 from . import compat
-from .configuration_ddtree import DDTreeConfig
-from .draft_tree import DraftTree, build_tree
+from .configuration_ddtree import MAX_BUDGET, DDTreeConfig
+from .draft_source import DraftSource
+from .draft_tree import DraftTree
+from .drafter_families import embed_tokens, family_of
 from .logits_scaling import multiplies
-from .modeling_dflash import DFlashDraftModel
 from .snapshot import Snapshot, take_snapshot
 from .state import DecodingState
+from .tree_builder import build_tree_of
 from .tree_cache import DraftCache
+from .tree_policy import TreePolicy, policy_class
 from .verifier import Features, input_device
 
 _MOST_CONTEXT = 2048  # tokens that one drafter pass makes context: its own tensors stay small beside the prompt's
@@ -43,12 +46,22 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         config: Tree options.
         max_length: Longest sequence, prompt included; `get_candidates` drafts nothing beyond it.
         cache: Where the drafter's context goes, empty; one of its own by default.
+        policy: What makes the trees; by default a new one of the kind that `config` names.
+
+    Raises:
+        ValueError: `drafter` is of no family that is known.
     """
 
     requires_model_outputs = True
 
     def __init__(
-        self, target: Any, drafter: Any, config: DDTreeConfig, max_length: int, cache: DraftCache | None = None
+        self,
+        target: Any,
+        drafter: Any,
+        config: DDTreeConfig,
+        max_length: int,
+        cache: DraftCache | None = None,
+        policy: TreePolicy | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -59,8 +72,13 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         self.layer_ids = tuple(drafter.config.target_layer_ids)
         self.width = len(self.layer_ids) * drafter.config.hidden_size  # of a token's features
         self.block_size = drafter.config.block_size
-        self.max_depth = min(self.block_size - 1, config.max_depth or self.block_size - 1)
-        width = 1 if config.tree == "chain" else target.config.get_text_config(decoder=True).vocab_size
+        text_config = target.config.get_text_config(decoder=True)
+        if (family := family_of(drafter)) is None:
+            raise ValueError(f"{type(drafter).__name__} is no drafter that `ddtree` knows.")
+        self.family = family
+        self.policy = policy or policy_class(config.tree)(text_config, target_device)
+        self.max_depth = min(family.most_depth(drafter.config), config.max_depth or MAX_BUDGET)
+        width = self.policy.candidates or text_config.vocab_size
         largest = sum(width**depth for depth in range(1, self.max_depth + 1))
         self.nodes = min(max(config.sizes(target.device.type)), largest)  # of a tree
         self.candidates = min(self.nodes, width)  # of each depth
@@ -99,39 +117,37 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         """Make room in the context for `ahead` tokens behind those that are pending, and for two blocks."""
         self.cache.reserve(self.cache.length + self.pending + ahead + 2 * self.block_size)
 
-    def propose(
-        self, root: torch.Tensor, position: torch.Tensor, depth: int, candidates: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def propose(self, text: torch.Tensor, position: torch.Tensor, depth: int, candidates: int) -> DraftSource:
         """Draft one block in one pass of the drafter (DFlash, arXiv 2602.06036).
 
         Args:
-            root: `(B, 1)` int64, the bonus token.
-            position: `(B, 1)` int64, its position.
+            text: `(B, 4)` int64, the last committed tokens, the bonus token last; -1 where there are fewer.
+            position: `(B, 1)` int64, the bonus token's.
             depth: D, tokens to draft; at most the block size minus one.
             candidates: K, tokens of each depth.
 
         Returns:
-            Ids `(B, D, K)` int64 and their log-probs `(B, D, K)` float32, best first, where `root` is.
+            A source of depth D, where `text` is; of a DFlash drafter a [`Proposal`], best candidates first.
         """
-        hidden = self._draft(root, position)[:, 1 : depth + 1]
-        token_ids, log_probs = best_candidates(draft_logits(self.target, hidden, self.drafter), candidates)
-        return token_ids.to(root.device), log_probs.to(root.device)
+        hidden = self._draft(text[:, -1:], position)
+        return self.family.propose(self.target, self.drafter, hidden, text, depth, candidates)
 
     def draft_tree(
-        self, root: torch.Tensor, position: torch.Tensor, depth: int, nodes: int | None = None
+        self, text: torch.Tensor, position: torch.Tensor, depth: int, nodes: int | None = None
     ) -> DraftTree:
-        """The tree of one round behind `root (B, 1)` at `position (B, 1)`, at most `depth` deep.
+        """The tree of one round behind the last token of `text (B, 4)` at `position (B, 1)`, at most `depth` deep.
 
         At depth 0, or with 0 nodes, nothing is drafted.
         """
+        root = text[:, -1:]
         nodes = self.nodes if nodes is None else min(nodes, self.nodes)
         depth = min(depth, self.max_depth, nodes)
         if depth < 1:
             if self.pending >= _MOST_PENDING:
                 self._draft(root, position)
             return DraftTree(root[:, 1:], root[:, 1:], root[:, 1:], root[:, 1:].float())
-        token_ids, log_probs = self.propose(root, position, depth, min(nodes, self.candidates))
-        return build_tree(self.config.tree, token_ids, log_probs, nodes)
+        source = self.propose(text, position, depth, min(nodes, self.candidates))
+        return self.policy.build(source, text, nodes, build_tree_of).first(nodes)
 
     def take_prompt(self, features: Features, positions: torch.Tensor, prompt_mask: torch.Tensor | None) -> None:
         """Make a prompt the context, without its padding.
@@ -155,7 +171,7 @@ class DDTreeCandidateGenerator(CandidateGenerator):
     @property
     def extends(self) -> bool:
         """Whether rows can become context without a draft: hooks may move tensors or weights around a forward."""
-        return self.nodes > 0 and type(self.drafter) is DFlashDraftModel and not self.drafter_snapshot.hooked
+        return self.nodes > 0 and type(self.drafter) is self.family.model_class and not self.drafter_snapshot.hooked
 
     def absorb(self) -> None:
         """Make what is pending part of the context, ahead of the next draft (`extends`)."""
@@ -287,8 +303,9 @@ class DDTreeCandidateGenerator(CandidateGenerator):
         depth = min(self.max_depth, self.nodes, self.max_length - input_ids.shape[1] - 1)
         if depth < 1:
             return input_ids, None
-        token_ids, _ = self.propose(input_ids[:, -1:], positions[:, -1:], depth, candidates=1)
-        return torch.cat([input_ids, token_ids[:, :, 0]], dim=1), None  # type: ignore[return-value]
+        text = input_ids[:, -4:]
+        chain = build_tree_of("chain", self.propose(text, positions[:, -1:], depth, candidates=1), text, depth)
+        return torch.cat([input_ids, chain.token_ids], dim=1), None  # type: ignore[return-value]
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to learn from a round: `input_ids`, `scores` and `num_matches` are not looked at."""
@@ -348,56 +365,3 @@ def _evaluating(drafter: Any) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def embed_tokens(target: Any, token_ids: torch.Tensor, drafter: Any = None) -> torch.Tensor:
-    """The target's input embedding `(B, L, H)`, without the norm that some embeddings carry (as DFlash is trained).
-
-    A drafter may state the factor of the embedding's rows; else it is the target's own.
-    """
-    embedding = target.get_input_embeddings()
-    token_ids = token_ids.to(input_device(embedding, token_ids.device))
-    scale = getattr(getattr(drafter, "config", None), "input_embedding_scale", None)
-    if scale is None and getattr(embedding, "embed_norm", None) is None:
-        embeds: torch.Tensor = embedding(token_ids)
-        return embeds
-    rows = torch.nn.functional.embedding(token_ids, embedding.weight)
-    return rows if scale is None else rows * scale
-
-
-def best_candidates(logits: torch.Tensor, candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best tokens of draft logits `(B, D, V)` and their log-probs in float32, `(B, D, K)` each.
-
-    NaN and -inf come last, +inf first: a broken draft costs speed, never text.
-    """
-    logits = torch.nan_to_num(
-        logits.float(), nan=float("-inf"), posinf=torch.finfo(torch.float32).max, neginf=float("-inf")
-    )
-    best, token_ids = logits.topk(min(candidates, logits.shape[-1]), dim=-1)
-    return token_ids, best - logits.logsumexp(-1, keepdim=True)
-
-
-def draft_logits(target: Any, hidden: torch.Tensor, drafter: Any = None) -> torch.Tensor:
-    """Logits `(B, L, V)` of final states `(B, L, H)`: the target's head, then its scale or soft cap.
-
-    A drafter may state scale and cap itself, and the tokens that it drafts at all.
-    """
-    head = target.get_output_embeddings()
-    logits: torch.Tensor = head(hidden.to(input_device(head, hidden.device), target.dtype))
-    own = getattr(drafter, "config", None)
-    multiplier, cap = getattr(own, "output_multiplier", None), getattr(own, "final_logit_softcapping", None)
-    if multiplier is None and cap is None:
-        config = target.config.get_text_config(decoder=True)
-        multiplier = getattr(config, "logit_scale", None)  # Cohere
-        if multiplier is None:
-            multiplier = getattr(config, "output_multiplier", None)  # Muse Glimmer
-        if (scaling := getattr(config, "logits_scaling", None)) is not None:
-            logits = logits * scaling if multiplies(target) else logits / scaling
-        cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
-    if multiplier is not None:
-        logits = logits * multiplier
-    if cap is not None:
-        logits = torch.tanh(logits / cap) * cap
-    if (drafted := getattr(drafter, "t2d", None)) is not None:
-        logits = logits.masked_fill(~drafted.to(logits.device), float("-inf"))
-    return logits

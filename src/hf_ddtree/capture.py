@@ -16,7 +16,6 @@ from transformers.modeling_outputs import CausalLMOutput
 from .candidate_generator import DDTreeCandidateGenerator
 from .draft_tree import DraftTree, TreeRows
 from .launched import LaunchedRound
-from .modeling_dflash import DFlashDraftModel
 from .outputs import Choice, Choices
 from .prompt import MOST_TOKENS, Prompt, are_alike
 from .rope import rope_parameters
@@ -52,8 +51,8 @@ def why_not_captured(buffers: Buffers, launched: LaunchedRound, synced_gpus: boo
         return why
     if getattr(target, "hf_quantizer", None) is not None:
         return "weights are quantized"
-    if type(drafter) is not DFlashDraftModel:
-        return "the drafter is not a DFlashDraftModel"
+    if type(drafter) is not source.family.model_class:
+        return "the drafter's network is not this library's"
     if record.needs_states:
         return "outputs hold hidden states or attentions"
     if synced_gpus:
@@ -112,7 +111,7 @@ def find_kind(buffers: Buffers, launched: LaunchedRound) -> RoundKind:
         tuple((type(processor), _values(processor)) for processor in launched.processors),
     )  # fmt: skip
     what = (
-        source.config.tree, source.config.execution, source.nodes, source.max_depth, walk,
+        source.policy, source.config.execution, source.nodes, source.max_depth, walk,
         None if constants.offset is None else constants.offset.shape,
         tuple((name, types.dtype) for name, types in constants.types.items()),
         _numeric_modes(),

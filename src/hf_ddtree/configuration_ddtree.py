@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 MAX_BUDGET = 1024
-TREES = ("best_first", "chain", "static")
+TREES = ["best_first", "chain", "static"]  # and what is registered besides
 EXECUTIONS = ("auto", "captured", "plain")
 
 # Nodes of the trees of "auto": a CPU pays for each in compute, a GPU reads the weights anyway. One less than a power
@@ -28,14 +28,15 @@ class DDTreeConfig:
             time it is twice as many. Under `torch.use_deterministic_algorithms`, and where ranks share one target,
             trees are never given up. A sequence, such as another call's `ddtree_stats.budgets`, is replayed, its last
             number for all further rounds.
-        tree (`"best_first"`, `"chain"` or `"static"`):
-            DDTree's most probable prefixes, DFlash's single most probable continuation, or a tree of fixed shape.
+        tree (`"best_first"`, `"chain"`, `"static"` or the name of a registered policy):
+            DDTree's most probable prefixes, DFlash's single most probable continuation, a tree of fixed shape, or what
+            [`register_policy`] knows by that name.
         max_depth (`int`, *optional*):
             Deepest node; at most (and by default) the drafter's block size minus one.
         execution (`"auto"`, `"captured"` or `"plain"`):
             How rounds run on a GPU: layers compiled and the whole round in one CUDA graph, the graph without
-            compilation (less to wait for in the first call), or one operation after another. `ddtree_stats.path` says
-            how they ran and why.
+            compilation (less to wait for in the first call), or one operation after another. `layers`, `compiled`
+            and `launch` of `ddtree_stats` say how they ran and why.
         record_trees (`bool`):
             Keep each round's tree and accepted path in `ddtree_stats.trees`.
         record_times (`bool`):
@@ -47,7 +48,7 @@ class DDTreeConfig:
     """
 
     budget: int | Literal["auto"] | Sequence[int] = "auto"
-    tree: Literal["best_first", "chain", "static"] = "best_first"
+    tree: str = "best_first"
     max_depth: int | None = None
     execution: Literal["auto", "captured", "plain"] = "auto"
     record_trees: bool = False

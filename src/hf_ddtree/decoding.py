@@ -109,7 +109,8 @@ def ddtree_decoding(
     with ended(streamer), claim(model, device) as buffers:
         check_batch(input_ids.shape[0])
         cache, state, own = buffers.cache, buffers.state, buffers.of(assistant_model)
-        source = DDTreeCandidateGenerator(model, assistant_model, config, record.max_length, own.context)
+        policy = own.policy(config.tree, model.config.get_text_config(decoder=True), state.device)
+        source = DDTreeCandidateGenerator(model, assistant_model, config, record.max_length, own.context, policy)
         with closing(Verifier(model, source.layer_ids, cache, model_kwargs, device)) as verifier:
             launched = LaunchedRound(
                 source, verifier, record, logits_processor, do_sample, model_kwargs, users_cache
@@ -131,7 +132,8 @@ def ddtree_decoding(
             if launched.rope is not None:
                 launched.rope.crossed(record.length - 1, verifier.constants.place(position))
             state.features = own.features_like(source.block_size, source.width, source.device, source.dtype)
-            state.begin(record.last_token, position + 1, record.room)
+            state.begin(record.input_ids, position + 1, record.room)
+            policy.begin(record.input_ids)
             del outputs, features
 
             budget = make_budget(config, model)

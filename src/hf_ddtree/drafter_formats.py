@@ -73,14 +73,10 @@ def drafter_format(config_dict: dict[str, Any]) -> str | None:
     return None
 
 
-def is_dflash_config_dict(config_dict: dict[str, Any]) -> bool:
-    """Whether a config.json describes a DFlash drafter, in any published form."""
-    return drafter_format(config_dict) is not None
-
-
-def is_native_config_dict(config_dict: dict[str, Any]) -> bool:
-    """Whether a config.json describes one of transformers' own DFlash assistants."""
-    return drafter_format(config_dict) is None and all(config_dict.get(name) is not None for name in REQUIRED)
+def is_transformers_own(config: PreTrainedConfig | dict[str, Any]) -> bool:
+    """Whether a config that is none of these forms, or its config.json, is that of a DFlash assistant."""
+    entries = config if isinstance(config, dict) else {name: getattr(config, name, None) for name in REQUIRED}
+    return all(entries.get(name) is not None for name in REQUIRED)
 
 
 def other_kind(config_dict: dict[str, Any]) -> str | None:
@@ -99,7 +95,7 @@ def other_kind(config_dict: dict[str, Any]) -> str | None:
         return f"a speculator of the kind {speculator!r}"
     if "eagle_config" in config_dict:
         return _OTHER_KINDS["eagle3"]
-    if is_native_config_dict(config_dict):
+    if drafter_format(config_dict) is None and is_transformers_own(config_dict):
         return "one of transformers' own DFlash assistants (load it with `AutoModel.from_pretrained`)"
     return None
 

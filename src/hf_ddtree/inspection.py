@@ -19,11 +19,11 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .configuration_dflash import DFlashConfig
+from .drafter_families import TransformersDFlash, family_of
 from .drafter_formats import (
     COPIES_OF_TARGET,
     drafter_format,
     flatten_config_dict,
-    is_native_config_dict,
     other_kind,
 )
 from .modeling_dflash import DFlashDraftModel
@@ -110,7 +110,7 @@ def _config_dict(name: str) -> dict[str, Any]:
 
 def _read_config(config_dict: dict[str, Any], report: Report) -> PreTrainedConfig | None:
     form = drafter_format(config_dict)
-    native = is_native_config_dict(config_dict)
+    native = isinstance(family_of(config_dict), TransformersDFlash)
     if native:
         form = f"transformers' own ({config_dict.get('model_type')})"
     elif form is None or other_kind(config_dict):

@@ -21,8 +21,8 @@ from .compat import CACHE_KEY, warn_if_untested
 from .configuration_ddtree import DDTreeConfig
 from .configuration_dflash import DFlashConfig
 from .decoding import ddtree_decoding
-from .drafter_formats import is_dflash_config_dict, is_native_config_dict
-from .modeling_dflash import DFlashDraftModel, load_drafter
+from .drafter_families import family_of, load_drafter
+from .modeling_dflash import DFlashDraftModel
 from .outputs import longest
 from .validation import (
     check_assistant,
@@ -37,7 +37,6 @@ from .validation import (
     check_prompt,
     check_rope,
     check_target,
-    is_dflash_drafter,
 )
 from .verifier import input_device
 
@@ -151,7 +150,7 @@ def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
             arguments = bound.arguments | bound.arguments.get("kwargs", {})
             requested, drafter = (
                 _option(self, arguments, "ddtree"),
-                is_dflash_drafter(arguments.get("assistant_model")),
+                family_of(arguments.get("assistant_model")) is not None,
             )
             if explicit or (requested and drafter):
                 call.streamer = arguments.get("streamer")
@@ -213,11 +212,12 @@ def _validate_generation_mode(original: Callable[..., None]) -> Callable[..., No
         config = DDTreeConfig.from_value(generation_config.ddtree)
         assistant = generation_mode_kwargs.get("assistant_model")
         if config is None:
-            if assistant is not None and isinstance(assistant, DFlashDraftModel):
+            family = family_of(assistant)
+            if family is not None and family.model_class is not None:  # transformers knows its own
                 check_drafter_has_use(generation_config)
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
         call = _call.get()
-        if (call is None or not call.explicit) and not is_dflash_drafter(assistant):
+        if (call is None or not call.explicit) and family_of(assistant) is None:
             if call is None or not call.inner:
                 warnings.warn(
                     "The generation config asks for `ddtree`, but this call has no DFlash drafter as "
@@ -248,7 +248,7 @@ def _assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         config = DDTreeConfig.from_value(generation_config.ddtree)
-        if config is None or not is_dflash_drafter(kwargs.get("assistant_model")):
+        if config is None or family_of(kwargs.get("assistant_model")) is None:
             return original(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
         room = longest(generation_config, stopping_criteria) - input_ids.shape[1]
         check_prompt(kwargs["position_ids"])
@@ -279,11 +279,11 @@ def _load_assistant_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_assistant_model(model: Any, assistant_model: Any, assistant_tokenizer: Any) -> tuple[Any, Any]:
         if isinstance(assistant_model, str):
             config_dict, _ = PreTrainedConfig.get_config_dict(assistant_model)
-            if is_dflash_config_dict(config_dict) or is_native_config_dict(config_dict):
+            if family_of(config_dict) is not None:
                 assistant_model = load_drafter(assistant_model)
                 device = input_device(model.get_input_embeddings(), assistant_model.device)
                 assistant_model = assistant_model.to(device=device, dtype=model.dtype)
-        if is_dflash_drafter(assistant_model):
+        if family_of(assistant_model) is not None:
             return assistant_model, None
         return original(model, assistant_model, assistant_tokenizer)
 

@@ -75,7 +75,7 @@ class LaunchedRound:
             self.plain |= self.rope.crossed(record.length, placed)
             depth = min(depth, self.rope.room(record.length, placed))
         depth = 0 if self.plain else depth
-        return self.source.draft_tree(state.root, position, depth, nodes).first(verifier.most_nodes)
+        return self.source.draft_tree(state.text, position, depth, nodes).first(verifier.most_nodes)
 
     def verify(self, state: DecodingState, tree: DraftTree) -> Verification:
         """One forward of the target over the tree."""
@@ -112,3 +112,5 @@ class LaunchedRound:
         """Bring the rows of the path to where they belong, and the state behind it."""
         self.cache.keep(path)
         state.keep(path, verified.features)
+        if (policy := self.source.policy).observes:
+            policy.observe(path, verified.logits.argmax(dim=-1))

@@ -167,7 +167,7 @@ def commit_path(
             noise.give_back(count)
     if count < kept:
         cache.keep(path.first(count))
-        state.take_back(path, count)
+        state.take_back(path, count, record.input_ids)
     state.moved(count)
     return fetched[:count], stop
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel, Cache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DFlashCache
 from transformers.masking_utils import (
     create_bidirectional_mask,
@@ -32,7 +32,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from .compat import CACHE_KEY
 from .configuration_dflash import DFlashConfig
-from .drafter_formats import COPIES_OF_TARGET, drafter_format, is_native_config_dict, other_kind
+from .drafter_formats import COPIES_OF_TARGET, drafter_format, other_kind
 
 
 def _both_sides(config: DFlashConfig, **kwargs: Any) -> Any:
@@ -324,18 +324,6 @@ class DFlashDraftModel(DFlashPreTrainedModel):
         attentions: list[Any] = [layer.self_attn for layer in self.layers]
         kinds = {attention.layer_type: attention.is_causal for attention in attentions}
         return {kind: _MASKS[kind, causal](**arguments) for kind, causal in kinds.items()}
-
-
-def load_drafter(name: str, **kwargs: Any) -> Any:
-    """A drafter from a directory or hub id: ours, or one of transformers' own DFlash assistants.
-
-    Args:
-        name: Directory or hub id.
-        kwargs: As [`PreTrainedModel.from_pretrained`].
-    """
-    config_dict, _ = PreTrainedConfig.get_config_dict(name)
-    loader = AutoModel if is_native_config_dict(config_dict) else DFlashDraftModel
-    return loader.from_pretrained(name, **kwargs)
 
 
 @contextmanager

@@ -5,8 +5,6 @@ Nothing of them touches the models themselves. Graphs of several sizes share wha
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -15,14 +13,15 @@ import torch
 
 from .anatomy import cache_index, decoder_layers, layer_kinds
 from .attention import Rows, each_attends_once, give_rows
-from .candidate_generator import best_candidates, draft_logits, embed_tokens
-from .draft_tree import DraftTree, TreeKind, TreeRows, build_tree
+from .draft_tree import DraftTree
+from .drafter_families import embed_tokens
 from .launched import LaunchedRound
 from .logits_process import Noise, device_walk
 from .outputs import Choices
 from .recorded import GraphMemory, Recorded
 from .shadow import compile_layers, shadow
-from .state import DecodingState, Path
+from .state import DecodingState, Path, unchanged
+from .tree_builder import tree_functions
 from .tree_cache import TreeCache
 from .verifier import Constants, FeatureTaps, Verification
 
@@ -107,7 +106,8 @@ class RoundKind:
         self.graphs: dict[int, RoundGraph] = {}  # by the number of nodes
         self.failed: dict[int, str] = {}  # and what runs instead, where that failed
         self.memory = GraphMemory()
-        self.build_tree, self.find_rows = tree_functions(source.config.tree, self.nodes, self.device)
+        self.build_tree, self.find_rows = tree_functions(self.device)
+        self.family, self.policy = source.family, source.policy
         self.constants = launched.verifier.constants.clone()
         self.ends, self._ends = self.zeros(len(ends)), [0] * len(ends)
         self.committed = torch.ones(1, self.cache.capacity, dtype=torch.bool, device=self.device)
@@ -129,7 +129,7 @@ class RoundKind:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Leave the state, and the generator, as they were before."""
-        with self.state.restored():
+        with self.state.restored(), unchanged(self.policy.memory):
             if self.noise is not None:
                 self.noise.begin()
             try:
@@ -197,14 +197,14 @@ class BlockDraft:
         """Make the last round's features context, draft the next block, and build its tree."""
         kind, new = self.kind, state.new.tensor
         hidden = self.hidden_states(state.features[:, : kind.most], new)
-        candidates = best_candidates(draft_logits(self.target, hidden, self.drafter), min(self.nodes, kind.candidates))
+        candidates = min(self.nodes, kind.candidates)
+        source = kind.family.propose(self.target, self.drafter, hidden, state.text, kind.depth, candidates)
         state.context_length.tensor.add_(new)
         new.zero_()
-        tree: DraftTree = kind.build_tree(*candidates, self.nodes)
-        return tree
+        return kind.policy.build(source, state.text, self.nodes, kind.build_tree).first(self.nodes).pad(self.nodes)
 
     def hidden_states(self, features: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Of the drafted places, `(1, depth, H)`, behind the context and the first `new (1,)` rows of features."""
+        """Of the block, `(1, block, H)`, behind the context and the first `new (1,)` rows of features."""
         state = self.kind.state
         for visible in self.visible.values():
             visible[:, :, : self.kind.most] = self.steps[:, None] < new[:, None, None]
@@ -216,7 +216,7 @@ class BlockDraft:
             position_ids=(state.position - new)[:, None] + self.column_depths,
             attention_mask=self.no_mask,
         )
-        hidden: torch.Tensor = output.last_hidden_state[:, 1 : self.kind.depth + 1]
+        hidden: torch.Tensor = output.last_hidden_state
         return hidden
 
 
@@ -233,9 +233,6 @@ class RoundSteps:
         self.kind, self.cache = kind, kind.cache
         none = kind.zeros(1, 0)
         self.no_tree = DraftTree(none, none, none, none.float())
-        if nodes:
-            blank = kind.zeros(1, kind.depth, min(nodes, kind.candidates))
-            nodes = kind.build_tree(blank, blank.float(), nodes).token_ids.shape[1]
         self.nodes = nodes
         self.most = min(kind.depth, nodes) + 1  # tokens that it can commit
         self.verified: Verification | None = None  # by the last that was recorded
@@ -286,6 +283,8 @@ class RoundSteps:
         """Bring the rows of the path to where they belong, and the state behind it."""
         self.cache.keep(path)
         state.keep(path, verified.features)
+        if self.kind.policy.observes:
+            self.kind.policy.observe(path, verified.logits.argmax(dim=-1))
 
 
 class RoundGraph:
@@ -405,22 +404,3 @@ class WalkedRound:
         assert self.graph.path.packed is not None and path.packed is not None
         self.graph.path.packed.copy_(path.packed)
         self.graph.stretches[1].replay()
-
-
-def tree_functions(
-    kind: TreeKind, nodes: int, device: torch.device
-) -> tuple[Callable[..., DraftTree], Callable[[DraftTree], TreeRows]]:
-    """How to build a tree from candidates, and to find its rows: one launch each where Triton runs.
-
-    A chain is the best tree of one candidate a depth.
-    """
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from . import draft_tree_kernel as kernel
-
-        def find_rows(tree: DraftTree) -> TreeRows:
-            return TreeRows(*kernel.ancestors_triton(tree.parents, tree.depths), tree.parents)
-
-        if nodes <= kernel.MAX_BUDGET:
-            build = functools.partial(build_tree, kind) if kind == "static" else kernel.best_first_tree_triton
-            return build, find_rows
-    return functools.partial(build_tree, kind), TreeRows.of

@@ -13,7 +13,7 @@ from transformers.cli.serve import Serve
 from transformers.cli.serving.utils import split_model_id
 
 from .configuration_ddtree import DDTreeConfig
-from .modeling_dflash import load_drafter
+from .drafter_families import load_drafter
 from .validation import check_not_paged, check_options, check_pair, check_target
 
 

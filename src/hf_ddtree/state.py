@@ -71,7 +71,8 @@ class DecodingState:
         context_length: Rows of the drafter's context.
         new: Rows of `features` that are not context yet.
         features: `(B, most, taps * H)`, of the last round's path.
-        root: `(B, 1)`, the bonus token, root of the next tree.
+        text: `(B, 4)`, the last committed tokens; -1 where there are fewer.
+        root: `(B, 1)`, the last of them: the bonus token, root of the next tree.
         position: `(B,)`, the root's.
         room: `(B,)`, tokens that may still be committed.
         finished: `(B,)` bool, whether the text has ended.
@@ -83,17 +84,20 @@ class DecodingState:
             self.length, self.context_length, self.new = (Count(device) for _ in range(3))
             self.position, self.room = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
             self.finished = torch.zeros(1, dtype=torch.bool, device=device)
-            self.root = torch.zeros(1, 1, dtype=torch.int64, device=device)
+            self._last = torch.arange(4, device=device)
+            self.text = torch.full((1, 4), -1, dtype=torch.int64, device=device)
+        self.root = self.text[:, -1:]
         self.features = torch.zeros(1, 0, 0)
 
-    def begin(self, root: torch.Tensor, position: torch.Tensor, room: int) -> None:
+    def begin(self, input_ids: torch.Tensor, position: torch.Tensor, room: int) -> None:
         """Stand behind a prompt, whose rows have been counted.
 
         Args:
-            root, position: `(B, 1)`, of the first bonus token.
+            input_ids: `(B, L)`, the prompt and the first bonus token.
+            position: `(B, 1)`, that token's.
             room: Tokens that may still be committed.
         """
-        self.root.copy_(root)
+        self.ends_with(input_ids)
         self.position.copy_(position[:, 0])
         self.room.fill_(min(room, _ENDLESS))
         self.finished.fill_(False)
@@ -110,8 +114,8 @@ class DecodingState:
         rows = path.rows.clamp(min=0).to(features.device)[..., None]
         self.features[:, :most].copy_(features.gather(1, rows.expand(-1, -1, features.shape[-1])))
         self.new.tensor.copy_(path.length)
-        last = (path.length - 1).clamp(min=0)[:, None]
-        self.root.copy_(path.token_ids.gather(1, last.to(path.token_ids.device)))
+        text = torch.cat([self.text, path.token_ids.to(self.device)], dim=1)
+        self.text.copy_(text.gather(1, path.length[:, None] + self._last))
         self.length.tensor.add_(path.length)
         self.position.add_(path.length)
         self.room.sub_(path.length)
@@ -121,24 +125,30 @@ class DecodingState:
         self.context_length.host += self.new.host
         self.new.host = 0
 
+    def ends_with(self, input_ids: torch.Tensor) -> None:
+        """Note the last tokens of the text `(B, L)`."""
+        last = input_ids[:, -self.text.shape[1] :]
+        self.text.fill_(-1)
+        self.text[:, self.text.shape[1] - last.shape[1] :] = last
+
     def moved(self, count: int) -> None:
         """Note on the host that a round has committed `count` tokens."""
         self.length.host += count
         self.new.host = count
 
-    def take_back(self, path: Path, count: int) -> None:
-        """Stand behind the first `count` tokens of the path that was kept last: a criterion has ended the text."""
+    def take_back(self, path: Path, count: int, input_ids: torch.Tensor) -> None:
+        """Stand behind the first `count` tokens of the path that was kept last, with which the text `(B, L)` ends."""
         more = path.length - count
         for tensor in (self.new.tensor, self.length.tensor, self.position):
             tensor.sub_(more)
         self.room.add_(more)
-        self.root.copy_(path.token_ids[:, count - 1 : count])
+        self.ends_with(input_ids)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Leave the state on the device as it was before."""
         counts = (self.length.tensor, self.context_length.tensor, self.new.tensor)
-        with unchanged([*counts, self.position, self.room, self.finished, self.root, self.features]):
+        with unchanged([*counts, self.position, self.room, self.finished, self.text, self.features]):
             yield
 
 

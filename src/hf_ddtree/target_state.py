@@ -14,6 +14,7 @@ import torch
 from .dynamo import Aside, put_aside, put_back
 from .state import DecodingState
 from .tree_cache import DraftCache, TreeCache
+from .tree_policy import TreePolicy, policy_class
 
 _ATTRIBUTE = "_hf_ddtree_state"
 _creating = threading.Lock()
@@ -34,8 +35,22 @@ class DrafterBuffers:
         self.drafter = weakref.ref(drafter)
         self.context = DraftCache.for_config(drafter.config, state.context_length)
         self.features = torch.zeros(1, 0, 0)
+        self.policies: dict[str, TreePolicy] = {}
         self.kinds: dict[Any, Any] = {}  # of rounds
         self.made_for: tuple[Any, Any] | None = None  # where target and drafter, and the rows of each, lay for them
+
+    def policy(self, name: str, config: Any, device: torch.device) -> TreePolicy:
+        """The tree policy of that name, the same for each call, since graphs write to what it remembers.
+
+        Args:
+            name: In [`DDTreeConfig`].
+            config: The target's text config.
+            device: Where trees are built.
+        """
+        if type(self.policies.get(name)) is not policy_class(name):
+            with torch.inference_mode(False):
+                self.policies[name] = policy_class(name)(config, device)
+        return self.policies[name]
 
     def features_like(self, most: int, width: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """`(1, most, width)` there, the same for each call of these, since graphs write to it."""

@@ -14,7 +14,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from .anatomy import decoder_layers, find_decoder
 from .compat import CACHE_KEY, INDEXED_KINDS
-from .drafter_formats import REQUIRED
+from .drafter_families import family_of
 from .dynamo import hides_compiled
 from .rope import rope_parameters
 
@@ -34,12 +34,6 @@ _OTHER_WAYS = (
 )
 
 
-def is_dflash_drafter(assistant: Any) -> bool:
-    """Whether an assistant model is a DFlash drafter: ours, or one of transformers' own."""
-    config = getattr(assistant, "config", None)
-    return config is not None and all(getattr(config, name, None) is not None for name in REQUIRED)
-
-
 def check_assistant(assistant: Any) -> None:
     """Raise unless `assistant` is a DFlash drafter."""
     if assistant is None:
@@ -47,7 +41,7 @@ def check_assistant(assistant: Any) -> None:
             "`ddtree` needs a drafter: pass `assistant_model=DFlashDraftModel.from_pretrained(...)`, or leave "
             "`ddtree` out."
         )
-    if not is_dflash_drafter(assistant):
+    if family_of(assistant) is None:
         raise ValueError(
             f"`ddtree` needs a DFlash drafter as `assistant_model`, got {type(assistant).__name__}. Load one with "
             "`DFlashDraftModel.from_pretrained(...)`, or leave `ddtree` out for transformers' assisted decoding."
