@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
                 break
             print(
                 f"{implementation:12} {budget:4} nodes: a round {row['ms']:.2f} ms, a forward launched plainly "
-                f"{alone:.2f} ms ({row['path']})",
+                f"{alone:.2f} ms ({row['launch']})",
                 flush=True,
             )
 

@@ -64,7 +64,7 @@ def measure(target: Any, name: str) -> list[int]:
             out = target.generate(ids, assistant_model=drafter, ddtree=trees, **call)
             stats = out.ddtree_stats
             stages = {stage: seconds for stage, seconds in stats.times.items() if stage != "prefill"}
-            ms.append((1e3 * sum(stages.values()) / stats.rounds, stats.path))
+            ms.append((1e3 * sum(stages.values()) / stats.rounds, stats.launch))
     same = out.sequences.tolist() == plain.sequences.tolist()
     print(
         f"{name}: {'same text' if same else 'ANOTHER TEXT'}, {stats.mean_acceptance_length:.2f} tokens a round, "

@@ -27,7 +27,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.initialization import no_init_weights
 
 import hf_ddtree
-from hf_ddtree import DDTreeConfig, DFlashConfig, DFlashDraftModel, capture, logits_process, round_graph
+from hf_ddtree import DDTreeConfig, DFlashConfig, DFlashDraftModel, capture, drafter_families, logits_process
 from hf_ddtree.state import Path
 from timing import copy_bandwidth, synchronize
 
@@ -76,7 +76,7 @@ class Script:
 
     def __init__(self, device: torch.device) -> None:
         self.length = torch.ones((), dtype=torch.int64, device=device)
-        best_candidates, follow = round_graph.best_candidates, logits_process.follow
+        best_candidates, follow = drafter_families.best_candidates, logits_process.follow
 
         def peaked(logits: torch.Tensor, candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
             token_ids, log_probs = best_candidates(logits, candidates)
@@ -94,7 +94,7 @@ class Script:
             rows, tokens = follow(torch.where(goes_on, token, -1 - choices), tree, ancestors, depths, most)
             return rows, tokens.clamp(min=0)
 
-        round_graph.best_candidates, logits_process.follow = peaked, follow_path
+        drafter_families.best_candidates, logits_process.follow = peaked, follow_path
 
 
 def count_captures() -> list[int]:
@@ -147,7 +147,9 @@ def round_ms(
         "host_ms": 1e3 * statistics.median(host) if whole else float("nan"),
         "accepted": stats.mean_acceptance_length,
         "rounds": stats.rounds,
-        "path": stats.path,
+        "layers": str(stats.layers),
+        "compiled": str(stats.compiled),
+        "launch": str(stats.launch),
     }
 
 
@@ -242,7 +244,7 @@ def main(argv: list[str] | None = None) -> None:
             f"budget {row['budget']:3}, context {context:5}, {row['accepted']:4.1f} accepted, "
             f"{'sampled' if options['do_sample'] else 'greedy '}: {row['ms']:.2f} ms a round, {row['host_ms']:.2f} "
             f"of it the host's (first call {row['first_s']:.1f} s, {row['captured_again']} captures and "
-            f"{row['compiled_again']} compilations in the second; {row['path']})",
+            f"{row['compiled_again']} compilations in the second; {row['launch']})",
             flush=True,
         )
 

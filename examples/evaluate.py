@@ -178,8 +178,8 @@ def run_task(
             row[name] = [value for turn in turns for value in turn.found[name]]
     if "acceptance_lengths" in row:
         row["rounds"] = len(row["acceptance_lengths"])
-    if "path" in turns[0].found:
-        row["path"] = turns[-1].found["path"]
+    if "launch" in turns[0].found:
+        row["launch"] = turns[-1].found["launch"]
     if not task.temperature:
         gaps = []
         for turn in turns:

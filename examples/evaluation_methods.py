@@ -136,7 +136,7 @@ def answer(
     stats = getattr(out, "ddtree_stats", None)
     if stats is not None:
         row |= {"acceptance_lengths": stats.acceptance_lengths, "budgets": stats.budgets}
-        row |= {"path": stats.path, "times": stats.times}
+        row |= {"times": stats.times, "launch": str(stats.launch)}
     elif rounds is not None:
         row["acceptance_lengths"] = rounds.lengths
     return row

@@ -14,12 +14,12 @@ import round_cost
 import smollm2
 import speed
 from evaluation_summary import summarize
-from hf_ddtree import DFlashConfig, DFlashDraftModel, capture, logits_process, round_graph
+from hf_ddtree import DFlashConfig, DFlashDraftModel, capture, drafter_families, logits_process
 
 
 @pytest.mark.usefixtures("stepped")
 def test_a_rounds_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((round_graph, "best_candidates"), (logits_process, "follow"), (capture, "_capture")):
+    for module, name in ((drafter_families, "best_candidates"), (logits_process, "follow"), (capture, "_capture")):
         monkeypatch.setattr(module, name, getattr(module, name))  # the script replaces them
     report = tmp_path / "round_cost.json"
     options = ["--budgets", "63", "7", "--contexts", "40", "20", "--accepted", "1", "4", "--rounds", "5"]
@@ -29,7 +29,7 @@ def test_a_rounds_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for row in rows:
         assert row["ms"] > row["host_ms"] > 0
         assert row["rounds"] == 5
-        assert row["path"] == "compiled, in one CUDA graph"
+        assert (row["layers"], row["compiled"], row["launch"]) == ("ours", "yes", "graph")
         assert row["captured_again"] == row["compiled_again"] == 0
     assert [round(row["accepted"]) for row in rows[:5]] == [1, 4, 1, 4, 1]
     report.write_text(json.dumps(json.loads(report.read_text()) | {"static_ms": {"768": 9.0}}))

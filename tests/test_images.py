@@ -11,7 +11,7 @@ from packaging.version import Version
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from comparison import assert_same, assert_several_tokens_a_round, generate, generate_with_trees
-from hf_ddtree import DDTreeConfig, DFlashDraftModel, capture, round_graph
+from hf_ddtree import DDTreeConfig, DFlashDraftModel, capture, drafter_families, round_graph
 from hf_ddtree.compat import CACHE_KEY
 from images import FAMILIES, IMAGE, seeing_prompt, tiny_seeing_target
 from scripted import prompt_ids, tiny_drafter, tiny_target
@@ -140,7 +140,7 @@ def turns(family: str, first: str, later_image: bool) -> list[tuple[Any, torch.T
 def test_steps_place_tokens_where_single_ones_are(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "_release", lambda device: None)
     target, drafter = pair_of(family)
-    hidden_states_of, candidates_of = round_graph.BlockDraft.hidden_states, round_graph.best_candidates
+    hidden_states_of, candidates_of = round_graph.BlockDraft.hidden_states, drafter_families.best_candidates
     text: list[int] = []
     root = 0
 
@@ -157,7 +157,7 @@ def test_steps_place_tokens_where_single_ones_are(family: str, monkeypatch: pyte
         return token_ids, log_probs - 5 * torch.arange(number)
 
     monkeypatch.setattr(round_graph.BlockDraft, "hidden_states", hidden_states)
-    monkeypatch.setattr(round_graph, "best_candidates", candidates)
+    monkeypatch.setattr(drafter_families, "best_candidates", candidates)
     for images, padding, sampling in ((1, 0, GREEDY), (2, 3, SAMPLING), (0, 0, GREEDY)):
         options = seeing_prompt(family, images, padding=padding) | sampling | {"max_new_tokens": NEW}
         options["return_dict_in_generate"] = True

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from browser import browser
 from comparison import generate, generate_with_trees
 from hf_ddtree import DDTreeConfig, DDTreeStats, DFlashDraftModel
+from hf_ddtree.outputs import Choice
 from hf_ddtree.draft_tree import DraftTree, best_first_tree
 from hf_ddtree.visualize import generation_html
 from scripted import prompt_ids
@@ -32,7 +33,7 @@ def chain(*token_ids: int) -> DraftTree:
 
 def record(*rounds: tuple[DraftTree, list[int]]) -> DDTreeStats:
     """Statistics of rounds that begin with token 0."""
-    stats = DDTreeStats(path="plain: <b>because</b>")
+    stats = DDTreeStats(launch=Choice("operations", "<b>because</b>"))
     for tree, path in rounds:
         nodes = tree.token_ids.shape[1]
         stats.add_round(nodes, torch.tensor([[0]]), tree, [0, *(node + 1 for node in path)], keep_tree=True)

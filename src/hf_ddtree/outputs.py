@@ -44,6 +44,9 @@ class Choice(NamedTuple):
     value: str
     reason: str | None = None
 
+    def __str__(self) -> str:
+        return f"{self.value} ({self.reason})" if self.reason else self.value
+
 
 class Choices(NamedTuple):
     """How rounds run: three choices, see [`DDTreeStats`]."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..outputs import Choice, DDTreeStats, RoundTree
+from ..outputs import DDTreeStats, RoundTree
 from .token_text import printable, text_pieces
 from .trees import GAP, MARGIN, NODE, ROW, STYLE, Drawing, Label
 
@@ -81,15 +81,11 @@ def _facts(stats: DDTreeStats, tokens: int) -> str:
         "new tokens": f"{tokens:,}",
         "mean acceptance length": f"{stats.mean_acceptance_length:.2f}",
         "nodes a round": f"{sum(stats.node_counts) / max(stats.rounds, 1):.1f}",
-        "layers": _choice(stats.layers),
-        "compiled": _choice(stats.compiled),
-        "launched as": _choice(stats.launch),
+        "layers": str(stats.layers),
+        "compiled": str(stats.compiled),
+        "launch": str(stats.launch),
     }
     return "".join(f"<div><dt>{name}</dt><dd>{escape(printable(fact))}</dd></div>" for name, fact in facts.items())
-
-
-def _choice(choice: Choice) -> str:
-    return f"{choice.value} ({choice.reason})" if choice.reason else choice.value
 
 
 def _span(kind: str, pieces: Sequence[str]) -> str:
