@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 
-from hf_ddtree.draft_tree import DraftTree, ancestor_matrix, best_first_tree, node_depths
+from hf_ddtree.draft_source import Proposal
+from hf_ddtree.draft_tree import DraftTree, ancestor_matrix, best_first_tree, build_tree_by_rows, node_depths
 from interpreter import INTERPRETED, run_interpreted, starts_the_interpreter
+from test_draft_source import TEXT, make_proposal
 from test_draft_tree import make_tables
 
 kernel = pytest.importorskip("hf_ddtree.draft_tree_kernel")
@@ -38,6 +40,10 @@ def assert_equal(got: DraftTree, want: DraftTree) -> None:
         assert equal(ours, theirs), name
 
 
+def tree_by_parent(proposal: Proposal, budget: int) -> DraftTree:
+    return build_tree_by_rows("best_first", proposal, TEXT[: len(proposal.token_ids)], budget)
+
+
 def assert_ancestors_equal(parents: torch.Tensor, depths: torch.Tensor) -> None:
     ancestors = ancestor_matrix(parents, depths)
     got, levels = kernel.ancestors_triton(parents, depths)
@@ -63,6 +69,11 @@ def test_wrong_arguments_are_named() -> None:
             kernel.best_first_tree_triton(token_ids, log_probs, budget)
     with pytest.raises(ValueError, match=r"must both be \(batch, depth, candidates\)"):
         kernel.best_first_tree_triton(token_ids[:, :2], log_probs, 5)
+    with pytest.raises(ValueError, match=r"by_parent must be .* got .* for "):
+        kernel.best_first_tree_triton(token_ids, log_probs, 5, log_probs)
+    wide = torch.zeros(1, 2, kernel.MAX_TABLE_WIDTH + 1)
+    with pytest.raises(ValueError, match=f"by_parent must be .* with up to {kernel.MAX_TABLE_WIDTH} candidates"):
+        kernel.best_first_tree_triton(wide.long(), wide, 5, wide[:, :, None].expand(-1, -1, wide.shape[2], -1))
 
 
 def test_nothing_to_build() -> None:
@@ -104,6 +115,34 @@ def test_interpreted_tree(depth: int, vocab: int, budget: int, every: int) -> No
         assert_equal(
             kernel.best_first_tree_triton(token_ids, log_probs, budget), best_first_tree(token_ids, log_probs, budget)
         )
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("depth", "width", "budget", "every"),
+    [
+        (1, 1, 1, 1),
+        (1, 9, 4, 2),
+        (3, 2, 30, 3),  # reaches 14
+        (15, 2, 40, 5),
+        (40, 1, 33, 5),
+        (12, 3, 5, 1),
+        (7, 5, 15, 2),
+        (5, 16, 63, 6),
+        (3, 64, 20, 4),
+        (15, 16, 127, 10),
+    ],
+)
+def test_interpreted_tree_by_parent(depth: int, width: int, budget: int, every: int) -> None:
+    given = make_proposal(budget, depth, width)
+    proposal = Proposal(*(field[budget % every :: every] for field in given))
+    token_ids, log_probs, by_parent = proposal
+    tree = kernel.best_first_tree_triton(token_ids, log_probs, budget, by_parent)
+    assert_equal(tree, tree_by_parent(proposal, budget))
+    # Others' strides and float types.
+    by_parent = by_parent.bfloat16().transpose(1, 3).contiguous().transpose(1, 3)
+    tree = kernel.best_first_tree_triton(token_ids, log_probs, budget, by_parent)
+    assert_equal(tree, tree_by_parent(proposal._replace(by_parent=by_parent), budget))
 
 
 @interpreted
@@ -184,6 +223,34 @@ class TestOnGPU:
                 seen = ancestor_matrix(expected.parents, expected.depths)
                 assert equal(ancestors, seen)
                 assert equal(levels, node_depths(seen))
+
+    @pytest.mark.parametrize(
+        ("depth", "width", "budget"),
+        [(1, 1, 1), (3, 2, 30), (12, 3, 5), (7, 16, 63), (15, 16, 255), (15, 64, 127), (500, 2, 511), (4, 64, 511)],
+    )
+    def test_one_graph_serves_every_table_by_parent(self, depth: int, width: int, budget: int) -> None:
+        given = Proposal(*(field.cuda() for field in make_proposal(0, depth, width)))
+        text = TEXT.cuda()
+
+        def build() -> tuple[DraftTree, DraftTree]:
+            by_tensors = build_tree_by_rows("best_first", given, text, budget)
+            return kernel.best_first_tree_triton(*given[:2], budget, given.by_parent), by_tensors
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            build()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            trees = build()
+        for seed in range(3):
+            proposal = make_proposal(seed, depth, width)
+            for field, fresh in zip(given, proposal, strict=True):
+                field.copy_(fresh)
+            graph.replay()
+            for tree in trees:
+                assert_equal(tree, tree_by_parent(proposal, budget))
 
     @pytest.mark.parametrize("nodes", [1, 2, 15, 63, 64, 255, 600])
     def test_malformed_parents(self, nodes: int) -> None:

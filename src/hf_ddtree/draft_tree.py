@@ -132,7 +132,7 @@ def best_first_tree(token_ids: torch.Tensor, log_probs: torch.Tensor, budget: in
     check_table(token_ids, log_probs)
     _check_budget(budget)
     log_probs = clean(log_probs)
-    plan = _plan(True, False, *log_probs.shape[1:], budget, log_probs.device)
+    plan = _plan(*log_probs.shape[1:], budget, log_probs.device, search=True, by_rows=False)
     scores = [log_probs.new_zeros(log_probs.shape[0], 1)]
     pairs = [token_ids.new_zeros(log_probs.shape[0], 1)]
     for depth, step in enumerate(plan.steps):
@@ -162,7 +162,7 @@ def static_tree(token_ids: torch.Tensor, log_probs: torch.Tensor, budget: int) -
     check_table(token_ids, log_probs)
     _check_budget(budget)
     log_probs = clean(log_probs)
-    plan = _plan(False, False, *log_probs.shape[1:], budget, log_probs.device)
+    plan = _plan(*log_probs.shape[1:], budget, log_probs.device, search=False, by_rows=False)
     scores = [log_probs.new_zeros(log_probs.shape[0], 1)]
     for depth, step in enumerate(plan.steps):
         added = log_probs[:, depth].index_select(1, step.child)
@@ -213,7 +213,7 @@ def build_tree_by_rows(kind: TreeKind, source: DraftSource, text: torch.Tensor, 
     token_ids, log_probs = source.rows(0, prefixes)
     width = 1 if kind == "chain" else log_probs.shape[2]
     search = kind == "best_first"
-    plan = _plan(search, True, source.depth, width, budget, text.device)
+    plan = _plan(source.depth, width, budget, text.device, search=search, by_rows=True)
     scores = [log_probs.new_zeros(len(text), 1, dtype=torch.float32)]
     pairs = [text.new_zeros(len(text), 1)]
     tokens = [text[:, -1:]]
@@ -333,13 +333,13 @@ def _in_score_order(scores: torch.Tensor, pairs: torch.Tensor, token_ids: torch.
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _plan(search: bool, by_rows: bool, depth: int, width: int, budget: int, device: torch.device) -> _Plan:
-    return _make_plan(search, by_rows, depth, width, budget, device)
+def _plan(depth: int, width: int, budget: int, device: torch.device, search: bool, by_rows: bool) -> _Plan:
+    return _make_plan(depth, width, budget, device, search, by_rows)
 
 
 # Never evicted: captured CUDA graphs read the tables at their address.
 @functools.cache
-def _make_plan(search: bool, by_rows: bool, depth: int, width: int, budget: int, device: torch.device) -> _Plan:
+def _make_plan(depth: int, width: int, budget: int, device: torch.device, search: bool, by_rows: bool) -> _Plan:
     # Outside inference mode, so that the tables also serve callers that are not in it.
     with torch.inference_mode(False), torch.device("cpu"):
         steps = _search_steps(depth, width, budget, by_rows) if search else _static_steps(depth, width, budget)

@@ -42,7 +42,7 @@ def best_first_tree_triton(
             )
         behind_root = log_probs[:, :1, None].expand(-1, -1, candidates, -1)
         rows = clean(torch.cat([behind_root, by_parent[:, 1:]], dim=1))
-        log_probs, columns = rows.sort(dim=3, descending=True, stable=True)
+        log_probs, columns = (field.contiguous() for field in rows.sort(dim=3, descending=True, stable=True))
     token_ids, log_probs = token_ids.contiguous(), log_probs.float().contiguous()
     # A node comes after its ancestors and its better siblings.
     depth, width = min(depth, budget), min(candidates, budget)
@@ -89,9 +89,9 @@ def ancestors_triton(parents: torch.Tensor, depths: torch.Tensor) -> tuple[torch
 # Costs are paths' log-probs without the sign: the bits of such floats sort as the floats do.
 _IMPOSSIBLE = tl.constexpr(0x7F800000)  # infinity
 _NOTHING = tl.constexpr(0x7FFFFFFF)
-# Among equal costs, nodes are in the order of depth, parent and rank, which one number holds: ten bits each. With a
-# table the rank takes twelve bits, of which the last six are the column that a ranked row had it from.
-_PARENT_BITS, _COLUMN_BITS = tl.constexpr(10), tl.constexpr(6)
+# Among equal costs, nodes are in the order of depth, parent and rank: one number, the place, has ten bits for each.
+# With a table a rank has six, and six more are for the column that the child had before its row was ranked.
+_COLUMN, _COLUMNS = tl.constexpr(6), tl.constexpr(63)
 
 
 @triton.jit
@@ -112,10 +112,10 @@ def _rank_behind(row_ptr, prefix, last, last_rank, children, BLOCK_WIDTH: tl.con
 
 
 @triton.jit
-def _with_column(columns_ptr, rank, mask, HAS_TABLE: tl.constexpr):
-    """The rank as places hold it: with a table, the column is behind it."""
+def _child_place(columns_ptr, row, rank, mask, HAS_TABLE: tl.constexpr):
+    """The bits of a place that are the child's own."""
     if HAS_TABLE:
-        return (rank << _COLUMN_BITS) + tl.load(columns_ptr + rank, mask=mask, other=0).to(tl.int32)
+        return rank * (_COLUMNS + 1) + tl.load(columns_ptr + row + rank, mask=mask, other=0).to(tl.int32)
     return rank
 
 
@@ -123,6 +123,7 @@ def _with_column(columns_ptr, rank, mask, HAS_TABLE: tl.constexpr):
 def _tree_kernel(
     token_ids_ptr,
     log_probs_ptr,
+    columns_ptr,
     out_token_ids_ptr,
     out_parents_ptr,
     out_depths_ptr,
@@ -136,19 +137,25 @@ def _tree_kernel(
     SLOTS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
 ):
+    PARENT: tl.constexpr = 12 if HAS_TABLE else 10
+    DEPTH: tl.constexpr = PARENT + 10
     b = tl.program_id(0).to(tl.int64)
     token_ids_ptr += b * stride_b
-    log_probs_ptr += b * stride_b
+    log_probs_ptr += b * stride_b * (stride_d if HAS_TABLE else 1)
+    if HAS_TABLE:
+        columns_ptr += b * stride_b * stride_d
 
     unsorted = 0
-    for start in range(0, depth, BLOCK_DEPTH):
-        level, rank = start + tl.arange(0, BLOCK_DEPTH)[:, None], tl.arange(0, BLOCK_WIDTH)[None, :]
-        mask = (level < depth) & (rank + 1 < width)
-        pair_ptr = log_probs_ptr + level * stride_d + rank
-        cost = _extend(0.0, tl.load(pair_ptr, mask=mask, other=0.0))
-        next_cost = _extend(0.0, tl.load(pair_ptr + 1, mask=mask, other=0.0))
-        unsorted = tl.maximum(unsorted, tl.max((cost > next_cost).to(tl.int32)))
+    if not HAS_TABLE:
+        for start in range(0, depth, BLOCK_DEPTH):
+            level, rank = start + tl.arange(0, BLOCK_DEPTH)[:, None], tl.arange(0, BLOCK_WIDTH)[None, :]
+            mask = (level < depth) & (rank + 1 < width)
+            pair_ptr = log_probs_ptr + level * stride_d + rank
+            cost = _extend(0.0, tl.load(pair_ptr, mask=mask, other=0.0))
+            next_cost = _extend(0.0, tl.load(pair_ptr + 1, mask=mask, other=0.0))
+            unsorted = tl.maximum(unsorted, tl.max((cost > next_cost).to(tl.int32)))
 
     # The nodes, root first: costs, places in the order, and the same of the best child that is not yet a node.
     slot = tl.arange(0, SLOTS)
@@ -158,47 +165,62 @@ def _tree_kernel(
     if unsorted > 0:
         rank = _rank_behind(log_probs_ptr, 0.0, -1, -1, width, BLOCK_WIDTH)
     next_costs = tl.where(slot == 0, _extend(0.0, tl.load(log_probs_ptr + rank)), _NOTHING)
-    next_places = (slot << _PARENT) + rank
+    next_places = (slot << PARENT) + _child_place(columns_ptr, 0, rank, True, HAS_TABLE)
 
     for node in range(1, nodes + 1):
         bits = tl.min(next_costs, 0)
         place = tl.min(tl.where(next_costs == bits, next_places, _NOTHING), 0)
         cost = bits.to(tl.float32, bitcast=True)
-        level, parent, rank = place >> _DEPTH, (place >> _PARENT) & _RANK, place & _RANK
+        level, parent, own = place >> DEPTH, (place >> PARENT) & 1023, place & ((1 << PARENT) - 1)
+        rank = own >> _COLUMN if HAS_TABLE else own
         costs = tl.where(slot == node, cost, costs)
         places = tl.where(slot == node, place, places)
 
         # The node leaves its sibling to its parent, and brings its own first child.
         row_ptr = log_probs_ptr + level * stride_d
+        child_row_ptr = row_ptr + stride_d
+        row, child_row = 0, 0
+        if HAS_TABLE:
+            # Behind candidate u of a depth is row u of the next; behind the root, whose place is 0, row 0.
+            parent_column = tl.sum(tl.where(slot == parent, places, 0), 0) & _COLUMNS
+            row = (level * stride_d + parent_column) * stride_d
+            child_row = ((level + 1) * stride_d + (place & _COLUMNS)) * stride_d
+            row_ptr, child_row_ptr = log_probs_ptr + row, log_probs_ptr + child_row
         sibling_rank, child_rank = rank + 1, 0
         if unsorted > 0:
             # The pairs of `_search_steps`: in sorted rows no others become nodes anyway.
-            levels, room = next_places >> _DEPTH, budget - level
+            levels, room = next_places >> DEPTH, budget - level
             parents_above = tl.sum(((levels == level) & (slot < parent)).to(tl.int32), 0)
             nodes_above = tl.sum(((levels == level + 1) & (slot < node)).to(tl.int32), 0)
             siblings = tl.minimum((room + 1) // (parents_above + 1) - 1, width)
             children = tl.where(level + 1 < depth, tl.minimum(room // (nodes_above + 1) - 1, width), 0)
             prefix = tl.sum(tl.where(slot == parent, costs, 0.0), 0)
             sibling_rank = _rank_behind(row_ptr, prefix, bits, rank, siblings, BLOCK_WIDTH)
-            child_rank = _rank_behind(row_ptr + stride_d, cost, -1, -1, children, BLOCK_WIDTH)
+            child_rank = _rank_behind(child_row_ptr, cost, -1, -1, children, BLOCK_WIDTH)
         has_sibling, has_child = sibling_rank < width, (level + 1 < depth) & (child_rank < width)
-        # Both loads are under way before one is waited for.
+        # All loads are under way before one is waited for.
         sibling = tl.load(row_ptr + sibling_rank, mask=has_sibling, other=0.0)
-        child = tl.load(row_ptr + stride_d + child_rank, mask=has_child, other=0.0)
+        child = tl.load(child_row_ptr + child_rank, mask=has_child, other=0.0)
+        sibling_own = _child_place(columns_ptr, row, sibling_rank, has_sibling, HAS_TABLE)
+        child_own = _child_place(columns_ptr, child_row, child_rank, has_child, HAS_TABLE)
         sibling_cost = tl.where(has_sibling, _extend(costs, sibling), _NOTHING)
         child_cost = tl.where(has_child, _extend(cost, child), _NOTHING)
-        child_place = ((level + 1) << _DEPTH) + node * (_RANK + 1) + child_rank
+        child_place = ((level + 1) << DEPTH) + (node << PARENT) + child_own
         next_costs = tl.where(slot == parent, sibling_cost, tl.where(slot == node, child_cost, next_costs))
-        next_places = tl.where(slot == parent, place - rank + sibling_rank, next_places)
+        next_places = tl.where(slot == parent, place - own + sibling_own, next_places)
         next_places = tl.where(slot == node, child_place, next_places)
 
     is_node = (slot > 0) & (slot <= nodes)
-    level, parent, rank = places >> _DEPTH, (places >> _PARENT) & _RANK, places & _RANK
-    token_id = tl.load(token_ids_ptr + level * stride_d + rank, mask=is_node)
+    level, parent = places >> DEPTH, (places >> PARENT) & 1023
+    column = places & (_COLUMNS if HAS_TABLE else 1023)
+    token_id = tl.load(token_ids_ptr + level * stride_d + column, mask=is_node)
+    depths = level.to(tl.int64) + 1
+    if HAS_TABLE:
+        depths = tl.where(costs == float("inf"), 0, depths)  # padding nodes
     out = b * nodes + slot - 1
     tl.store(out_token_ids_ptr + out, token_id, mask=is_node)
     tl.store(out_parents_ptr + out, parent.to(tl.int64) - 1, mask=is_node)
-    tl.store(out_depths_ptr + out, level.to(tl.int64) + 1, mask=is_node)
+    tl.store(out_depths_ptr + out, depths, mask=is_node)
     tl.store(out_log_probs_ptr + out, 0.0 - costs, mask=is_node)
 
 
