@@ -19,6 +19,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_ddtree.attention import Rows, tree_attention, tree_attention_reference
+from hf_ddtree.verifier import tree_mask
+from hf_ddtree.visibility import Visibility
 from timing import copy_bandwidth, graph_microseconds
 
 if TYPE_CHECKING:  # the kernel needs Triton, and all but the sweep run without
@@ -31,21 +33,17 @@ class Round(NamedTuple):
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    length: torch.Tensor
-    visible: torch.Tensor
-    depths: torch.Tensor
-    committed: torch.Tensor
+    seen: Visibility
     mask: torch.Tensor  # (1, 1, Q, S), additive, of the columns above
 
     def call(self, attend: Callable[..., torch.Tensor], rows: torch.Tensor, **kwargs: Blocks) -> torch.Tensor:
-        round_ = self.length, self.committed, self.visible, self.depths, self.depths
-        own = Rows(rows[0], rows[1], *round_, window=None)
-        return attend(self.query, self.key, self.value, own, self.query.shape[-1] ** -0.5, **kwargs)
+        own = Rows(rows[0], rows[1])
+        return attend(self.query, self.key, self.value, own, self.seen, self.query.shape[-1] ** -0.5, **kwargs)
 
     def sdpa(self, rows: torch.Tensor) -> torch.Tensor:
         """As a static cache is attended to."""
         columns = self.key.shape[2]
-        slots = self.length + torch.arange(columns, device=self.length.device)
+        slots = self.seen.length + torch.arange(columns, device=rows.device)
         rows[0].index_copy_(2, slots, self.key)
         rows[1].index_copy_(2, slots, self.value)
         output = scaled_dot_product_attention(self.query, rows[0], rows[1], self.mask, enable_gqa=True)
@@ -59,18 +57,14 @@ def make_round(args: argparse.Namespace, queries: int, length: int, dtype: torch
     capacity = capacity_of(args, length)
     visible = torch.rand(1, queries, queries, device=args.device) < 0.3
     visible |= torch.eye(queries, dtype=torch.bool, device=args.device)
-    allowed = torch.zeros(1, 1, queries, capacity, dtype=torch.bool, device=args.device)
-    allowed[..., :length] = True
-    allowed[0, 0, :, length : length + queries] = visible[0]
+    committed = torch.ones(1, capacity, dtype=torch.bool, device=args.device)
+    seen = Visibility(torch.tensor([length], device=args.device), committed, None, visible)
     return Round(
         query=random(args.heads),
         key=random(args.kv_heads),
         value=random(args.kv_heads),
-        length=torch.tensor([length], device=args.device),
-        visible=visible,
-        depths=torch.randint(0, 16, (1, queries), device=args.device),
-        committed=torch.ones(1, capacity, dtype=torch.bool, device=args.device),
-        mask=torch.zeros(allowed.shape, dtype=dtype, device=args.device).masked_fill(~allowed, torch.finfo(dtype).min),
+        seen=seen,
+        mask=tree_mask(seen, dtype),
     )
 
 

@@ -10,6 +10,7 @@ import transformers
 
 import hf_ddtree.verifier
 from all_targets import BROKEN, classes, config_classes, examine, examine_all, listed, share
+from hf_ddtree.visibility import Visibility
 
 VERSION, TARGETS = listed()
 # A family for each thing that a target can have of its own: attention without transformers' interface, windows, chunks
@@ -48,8 +49,8 @@ def test_a_target_is_as_the_list_says(family: str) -> None:
 def test_a_wrong_mask_is_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     original = hf_ddtree.verifier.tree_mask
 
-    def causal(ancestors: torch.Tensor, *args: Any) -> torch.Tensor:
-        return original(torch.ones_like(ancestors).tril(), *args)
+    def causal(seen: Visibility, dtype: torch.dtype) -> torch.Tensor:
+        return original(seen._replace(visible=torch.ones_like(seen.visible).tril()), dtype)
 
     monkeypatch.setattr(hf_ddtree.verifier, "tree_mask", causal)
     assert examined(family).result == BROKEN

@@ -12,6 +12,7 @@ import torch
 
 from hf_ddtree.attention import Rows, tree_attention, tree_attention_reference
 from hf_ddtree.verifier import tree_mask
+from hf_ddtree.visibility import Visibility
 from interpreter import INTERPRETED, run_interpreted, starts_the_interpreter
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -40,6 +41,7 @@ class Case:
     value_dim: int = 16
     length: int = 20
     padding: int = 0
+    kind: str = "sliding_attention"
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -58,6 +60,7 @@ class Case:
             rows[:, b, :, length[b] :] = torch.nan
         rows[:, 0, :, : self.padding] = torch.nan
         depths = torch.randint(0, 6, (batch, max(self.queries, self.columns)))
+        depths[:, 0] = 0
         new = torch.randn(3, batch, max(self.queries, self.columns), self.heads, max(self.dim, self.value_dim))
         new = new.transpose(2, 3)
         visible = torch.rand(batch, self.queries, self.columns) < 0.4
@@ -74,6 +77,7 @@ class Case:
             "column_depths": depths[:, : self.columns],
             "committed": committed,
             "scaling": self.dim**-0.5,
+            "kind": self.kind,
             "window": self.window,
             "softcap": self.softcap,
             "sinks": torch.randn(self.heads) if self.sinks else None,
@@ -84,16 +88,17 @@ class Case:
         return inputs
 
 
+def seen(inputs: dict[str, Any]) -> Visibility:
+    fields = ("kind", "window", "length", "committed", "visible", "depths", "column_depths")
+    return Visibility.of(*(inputs[name] for name in fields))
+
+
 def arguments(inputs: dict[str, Any]) -> tuple[Any, ...]:
     """What `tree_attention` takes."""
-    rows = Rows(
-        inputs["key_rows"],
-        inputs["value_rows"],
-        *(inputs[name] for name in ("length", "committed", "visible", "depths", "column_depths", "window")),
-    )
     return (
         *(inputs[name] for name in ("query", "key", "value")),
-        rows,
+        Rows(inputs["key_rows"], inputs["value_rows"]),
+        seen(inputs),
         inputs["scaling"],
         inputs["softcap"],
         inputs["sinks"],
@@ -109,7 +114,7 @@ def call(attend: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tenso
 
 def eager(inputs: dict[str, Any]) -> torch.Tensor:
     """As transformers' eager attention computes it, from the additive mask."""
-    query, length, window = inputs["query"], inputs["length"], inputs["window"]
+    query, length = inputs["query"], inputs["length"]
     columns = inputs["key"].shape[2]
     outputs = []
     for b in range(query.shape[0]):
@@ -121,19 +126,12 @@ def eager(inputs: dict[str, Any]) -> torch.Tensor:
             )
             for name in ("key", "value")
         )
-        mask = tree_mask(
-            inputs["visible"][b : b + 1],
-            inputs["depths"][b : b + 1],
-            start,
-            stop,
-            inputs["committed"][b : b + 1, :start],
-            window,
-            torch.float32,
-        )
+        own = Visibility(*(None if x is None else x[b : b + 1] for x in seen(inputs)))
+        mask = tree_mask(own._replace(committed=own.committed[:, :stop]), torch.float32)[0]
         scores = query[b] @ keys.transpose(1, 2) * inputs["scaling"]
         if inputs["softcap"] is not None:
             scores = torch.tanh(scores / inputs["softcap"]) * inputs["softcap"]
-        scores = scores + mask[0]
+        scores = scores + mask
         if inputs["sinks"] is not None:
             sinks = inputs["sinks"][:, None, None].expand(-1, scores.shape[1], 1)
             scores = torch.cat([scores, sinks], -1)
@@ -150,6 +148,9 @@ CASES = {
     "padding alone": Case(length=9, padding=9),
     "window": Case(window=4),
     "window in a batch": Case(batch=2, window=9, padding=14),
+    "chunks": Case(kind="chunked_attention", window=4, padding=3),
+    "a chunk that begins with the root": Case(kind="chunked_attention", window=8, padding=4),
+    "chunks in a batch": Case(kind="chunked_attention", batch=2, window=9, length=30, padding=14),
     "odd sizes": Case(heads=9, kv_heads=3, queries=7, columns=7, dim=12, value_dim=20, slots=75, length=67),
     "one K/V head": Case(kv_heads=1, dim=96, value_dim=64),
     "no groups": Case(kv_heads=4),

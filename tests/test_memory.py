@@ -15,6 +15,7 @@ from hf_ddtree import DDTreeConfig, DFlashDraftModel, release_buffers
 from hf_ddtree.draft_tree import ancestor_matrix
 from hf_ddtree.tree_cache import TreeCache
 from hf_ddtree.verifier import tree_mask
+from hf_ddtree.visibility import Visibility
 from scripted import prompt_ids, tiny_drafter, tiny_target
 
 
@@ -96,7 +97,8 @@ def test_a_mask_takes_a_few_bytes_for_each_node_and_slot(window: int | None) -> 
     nodes, view = 64, 8192
     root = torch.zeros(1, nodes - 1, dtype=torch.long)
     ancestors = ancestor_matrix(root - 1, root + 1)
-    depths = ancestors.sum(-1) - 1
+    depths, committed = ancestors.sum(-1) - 1, torch.ones(1, view, dtype=torch.bool)
     with Live() as live:
-        tree_mask(ancestors, depths, 8000, view, None, window, torch.bfloat16)
+        seen = Visibility.of("sliding_attention", window, torch.tensor([8000]), committed, ancestors, depths)
+        tree_mask(seen, torch.bfloat16)
     assert live.peak < 6 * nodes * view

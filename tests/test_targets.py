@@ -82,7 +82,7 @@ def test_rows_that_are_counted_in_place_of_positions(period: int) -> None:
     [
         ("gpt_oss", "$"),
         ("gemma3_text", "$"),
-        ("llama4_text", "layers of the kind chunked_attention, full_attention"),
+        ("llama4_text", "attention goes by the number of a row"),
         ("deepseek_v32", "layers of the kind (indexed|deepseek_sparse)_attention"),
         ("gemma3n_text", "(layers have no keys of their own|the capture failed)"),
         ("deepseek_v3", "the capture failed .*attention over other keys or values than the cache keeps"),
@@ -102,6 +102,19 @@ def test_a_step_takes_no_target_whose_attention_it_does_not_run(
     out = decode(model, prompt_ids(21), assistant_model=tiny_drafter(model), ddtree=True, **options)
     assert out.sequences.tolist() == expected.tolist()
     assert re.match(path, out.ddtree_stats.launch.reason or ""), out.ddtree_stats
+
+
+@pytest.mark.usefixtures("stepped")
+@pytest.mark.parametrize("padding", [0, 5])
+def test_chunks_in_a_graph(padding: int) -> None:
+    model = model_of("llama4_text", attn_temperature_tuning=False, attention_chunk_size=8)
+    ids = prompt_ids(21)
+    options = {"no_repeat_ngram_size": None, "suppress_tokens": None, "attention_mask": torch.ones_like(ids)}
+    ids[:, :padding], options["attention_mask"][:, :padding] = 0, 0
+    expected = decode(model, ids, **options).sequences
+    out = decode_with_trees(model, ids, expected[:, padding:], **options)
+    assert out.sequences.tolist() == expected.tolist()
+    assert out.ddtree_stats.compiled.value == "yes" and out.ddtree_stats.mean_acceptance_length > 1.3
 
 
 def fails(model: PreTrainedModel, match: str) -> None:

@@ -29,6 +29,7 @@ from hf_ddtree.draft_tree import TreeRows, ancestor_matrix, node_depths
 from hf_ddtree.prefill import prefill as prefill_of
 from hf_ddtree.target_state import Buffers
 from hf_ddtree.verifier import FeatureTaps, Verifier, tree_mask
+from hf_ddtree.visibility import Visibility
 from scripted import SIZES, VOCAB, chain_rows, keep_path, prompt_ids, tiny_drafter, tiny_target
 
 FAMILIES = ["llama", "qwen2", "qwen2_mixed", "qwen3", "mistral", "phi3"]
@@ -107,6 +108,23 @@ def naive_allowed(
     return allowed
 
 
+def mask_of(
+    ancestors: torch.Tensor,
+    length: int,
+    view: int,
+    prompt: torch.Tensor | None,
+    window: int | None,
+    dtype: torch.dtype,
+    chunked: bool = False,
+) -> torch.Tensor:
+    kind, batch = "chunked_attention" if chunked else "sliding_attention", ancestors.shape[0]
+    committed = torch.ones(batch, view, dtype=torch.bool)
+    if prompt is not None:
+        committed[:, : prompt.shape[1]] = prompt
+    seen = Visibility.of(kind, window, torch.full((batch,), length), committed, ancestors, node_depths(ancestors))
+    return tree_mask(seen, dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
 @pytest.mark.parametrize("padded", [False, True])
@@ -117,7 +135,7 @@ def test_a_tree_mask_is_the_naive_one(chunked: bool, padded: bool, window: int |
         ancestors = torch.cat([ancestor_matrix(tree.parents, tree.depths) for tree in trees])
         view = length + nodes + 1 + spare
         prompt = torch.rand(batch, max(length - 3, 0)) < 0.6 if padded else None
-        mask = tree_mask(ancestors, node_depths(ancestors), length, view, prompt, window, dtype, chunked)
+        mask = mask_of(ancestors, length, view, prompt, window, dtype, chunked)
         assert mask.shape == (batch, 1, nodes + 1, view) and mask.dtype == dtype
         expected = [
             naive_allowed(
@@ -140,7 +158,7 @@ def test_a_node_always_sees_itself_and_a_node_cut_off_is_seen_by_no_other() -> N
     parents, depths = torch.tensor([[-1, 0, 9, -1]]), torch.tensor([[1, 2, 3, 0]])
     ancestors = ancestor_matrix(parents, depths)
     for window in (None, 1):
-        mask = tree_mask(ancestors, node_depths(ancestors), 6, 16, None, window, torch.float32)
+        mask = mask_of(ancestors, 6, 16, None, window, torch.float32)
         tree_part = mask[0, 0, :, 6:11] == 0
         assert tree_part.diagonal().all()
         assert tree_part[:, 3].tolist() == [False, False, False, True, False]

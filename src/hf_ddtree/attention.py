@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import itertools
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -21,20 +20,16 @@ from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .visibility import Visibility
+
 ATTENTION = "hf_ddtree"  # its name in transformers' interface
 
 
 class Rows(NamedTuple):
-    """The static rows of one layer, `S` slots with `C` columns of the round among them, and who sees what."""
+    """The static rows of one layer, `S` slots."""
 
     keys: torch.Tensor  # (B, Hkv, S, D)
     values: torch.Tensor  # (B, Hkv, S, Dv)
-    length: torch.Tensor  # (B,) int64, committed rows, at most S - C
-    committed: torch.Tensor  # (B, S) bool, False for slots below `length` that hold padding
-    visible: torch.Tensor  # (B, Q, C) bool, which of this round's columns a query sees
-    depths: torch.Tensor  # (B, Q) int64, not negative: `length + depths` is a query's slot as the window counts
-    column_depths: torch.Tensor  # (B, C) int64, the same of this round's columns
-    window: int | None  # a query sees columns less than this many slots before its own
 
 
 def tree_attention(
@@ -42,6 +37,7 @@ def tree_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     rows: Rows,
+    seen: Visibility,
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -58,6 +54,7 @@ def tree_attention(
         value: `(B, Hkv, C, Dv)`.
         rows: What stands in the cache, changed in place: `key` and `value` are written at slots `length` to
             `length + C - 1`.
+        seen: What the queries see of both.
         scaling: Of the scores.
         softcap: Scores `s` become `softcap * tanh(s / softcap)`.
         sinks: `(H,)`, a logit per head that takes part in the denominator only.
@@ -65,7 +62,7 @@ def tree_attention(
     Returns:
         `(B, Q, H, Dv)`, contiguous, in the query's dtype.
     """
-    arguments = query, key, value, rows, scaling, softcap, sinks
+    arguments = query, key, value, rows, seen, scaling, softcap, sinks
     if query.device.type == "cuda" and (kernel := _kernel()) is not None:
         with torch.cuda.device_of(query):  # Triton launches on the current device
             output: torch.Tensor = kernel.tree_attention_triton(*arguments)
@@ -78,6 +75,7 @@ def tree_attention_reference(
     key: torch.Tensor,
     value: torch.Tensor,
     rows: Rows,
+    seen: Visibility,
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -85,18 +83,11 @@ def tree_attention_reference(
     """`tree_attention` in plain tensors, for any device; it costs `S` columns whatever the length is."""
     batch, _, queries, dim = query.shape
     kv_heads, columns, capacity = key.shape[1], key.shape[2], rows.keys.shape[2]
-    length = rows.length[:, None]
-    new_slots = length + torch.arange(columns, device=query.device)  # (B, C)
+    new_slots = seen.length[:, None] + torch.arange(columns, device=query.device)  # (B, C)
     for kept, new in ((rows.keys, key), (rows.values, value)):
         kept.scatter_(2, new_slots[:, None, :, None].expand_as(new), new)
 
-    slots = torch.arange(capacity, device=query.device).expand(batch, -1)
-    allowed = (rows.committed & (slots < length))[:, None, :].repeat(1, queries, 1)  # (B, Q, S)
-    allowed.scatter_(2, new_slots[:, None, :].expand_as(rows.visible), rows.visible)
-    if rows.window is not None:
-        key_slots = slots.scatter(1, new_slots, length + rows.column_depths)
-        allowed &= (length + rows.depths)[:, :, None] - key_slots[:, None, :] < rows.window
-
+    allowed = seen.allowed()  # (B, Q, S)
     grouped = query.reshape(batch, kv_heads, -1, queries, dim).flatten(2, 3).float()  # (B, Hkv, G * Q, D)
     scores = (grouped @ rows.keys.float().transpose(2, 3)).mul_(scaling)
     if softcap is not None:
@@ -128,7 +119,7 @@ def _kernel() -> Any | None:
     return importlib.import_module(".attention_kernel", __package__)
 
 
-# What layers pass on that says nothing of the scores, or what the rows say already.
+# What layers pass on that says nothing of the scores, or what a forward's `Visibility` says already.
 _WITHOUT_EFFECT = (
     "sliding_window is_causal position_ids use_cache cache_position output_attentions output_hidden_states "
     "output_router_logits return_dict logits_to_keep"
@@ -137,7 +128,7 @@ _WITHOUT_EFFECT = (
 # A compiler that saw the rows would copy them in order to change them: it gets a number instead, in a tensor on the
 # host, since it would compile anew for each number that it can read.
 _ROWS: dict[int, Rows] = {}
-_calls: Counter[int] = Counter()  # of a layer's attention, by the number of its rows
+_SEEN: dict[int, Visibility] = {}  # by layers that have yet to attend in the present forward
 _numbers = itertools.count()
 
 
@@ -151,12 +142,13 @@ def _attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    rows = _ROWS[int(number)]
-    _calls[int(number)] += 1
+    rows, seen = _ROWS[int(number)], _SEEN.pop(int(number), None)
+    if seen is None:
+        raise NotImplementedError("layers with attention of their own")
     for new, kept in ((key, rows.keys), (value, rows.values)):
         if (new.shape[:2], new.shape[3], new.dtype) != (kept.shape[:2], kept.shape[3], kept.dtype):
             raise NotImplementedError("attention over other keys or values than the cache keeps")
-    return tree_attention(query, key, value, rows, scaling, softcap, sinks)
+    return tree_attention(query, key, value, rows, seen, scaling, softcap, sinks)
 
 
 @_attend.register_fake
@@ -175,7 +167,7 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface over a shadow's rows, whose masks stand in them.
+    """transformers' attention interface over a shadow's rows, inside `attending`.
 
     Raises:
         NotImplementedError: The layer asks for something that changes the scores in another way.
@@ -194,17 +186,23 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *args, **kwargs: None)
 
 
 @contextmanager
-def each_attends_once(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """A forward of a shadow, all of whose layers must have attended to their rows, and once.
+def attending(layers: Iterable[nn.Module], seen: Iterable[Visibility]) -> Iterator[None]:
+    """A forward of a shadow, all of whose layers must attend to their rows, and once.
+
+    Args:
+        layers: The shadow's.
+        seen: What each of them sees.
 
     Raises:
         NotImplementedError: A layer has attention of its own, or is run several times.
     """
-    numbers = [int(layer.__dict__["hf_ddtree_rows"]) for layer in layers]
-    for number in numbers:
-        _calls[number] = 0
-    yield
-    if any(_calls[number] != 1 for number in numbers):
+    waiting = {int(layer.__dict__["hf_ddtree_rows"]): own for layer, own in zip(layers, seen, strict=True)}
+    _SEEN.update(waiting)
+    try:
+        yield
+    finally:
+        missed = [number for number in waiting if _SEEN.pop(number, None) is not None]
+    if missed:
         raise NotImplementedError("layers with attention of their own")
 
 
@@ -212,7 +210,6 @@ def give_rows(owner: Any, layer: nn.Module, rows: Rows) -> None:
     """Let a shadow's layer attend to these rows, as long as `owner` lives."""
     number = next(_numbers)
     _ROWS[number] = rows
-    for kept in (_ROWS, _calls):
-        weakref.finalize(owner, kept.pop, number, None)
+    weakref.finalize(owner, _ROWS.pop, number, None)
     for module in layer.modules():
         module.__dict__["hf_ddtree_rows"] = torch.tensor(number, device="cpu")

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .attention import Rows
+from .visibility import Visibility
 
 
 class Blocks(NamedTuple):
@@ -68,6 +69,7 @@ def tree_attention_triton(
     key: torch.Tensor,
     value: torch.Tensor,
     rows: Rows,
+    seen: Visibility,
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -87,10 +89,7 @@ def tree_attention_triton(
     if rows.keys.stride(3) != 1 or rows.values.stride(3) != 1:
         raise ValueError("The last dimension of the rows' keys and values must have stride 1.")
     query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
-    length, visible, depths, column_depths, committed = (
-        x.contiguous() for x in (rows.length, rows.visible, rows.depths, rows.column_depths, rows.committed)
-    )
-    window = rows.window
+    length, committed, first, visible = (x if x is None else x.contiguous() for x in seen)
     batch, heads, queries, dim = query.shape
     kv_heads, columns, capacity, value_dim = key.shape[1], key.shape[2], rows.keys.shape[2], value.shape[3]
     query_rows = heads // kv_heads * queries
@@ -105,14 +104,14 @@ def tree_attention_triton(
     partial_total = torch.empty_like(partial_highest)
     _split_kernel[triton.cdiv(query_rows, blocks.rows), batch * kv_heads, blocks.splits](
         query, key, value, rows.keys, rows.values,
-        length, visible, depths, column_depths, committed,
+        length, committed, first, visible,
         partial_output, partial_highest, partial_total,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         *rows.keys.stride()[:3], *rows.values.stride()[:3],
         query_rows, queries, columns, capacity,
-        scaling, window or 0, blocks.splits, softcap or 1.0,
+        scaling, blocks.splits, softcap or 1.0,
         KV_HEADS=kv_heads,
-        HAS_WINDOW=window is not None,
+        HAS_FIRST=first is not None,
         HAS_SOFTCAP=softcap is not None,
         DIM=dim,
         VALUE_DIM=value_dim,
@@ -129,15 +128,15 @@ def tree_attention_triton(
         partial_highest,
         partial_total,
         length,
+        first,
         sinks,
         output,
         query_rows,
         queries,
         columns,
-        window or 0,
         blocks.splits,
         KV_HEADS=kv_heads,
-        HAS_WINDOW=window is not None,
+        HAS_FIRST=first is not None,
         HAS_SINKS=sinks is not None,
         VALUE_DIM=value_dim,
         BLOCK_VALUE_DIM=block_value_dim,
@@ -153,13 +152,13 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _share(length, columns, window, splits, HAS_WINDOW: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """The first slot that any query sees, the end of all slots, and how many slots a split gets."""
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(length - window + 1, 0)
+def _share(length, columns, first_ptr, query, splits, HAS_FIRST: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """The first slot that any query sees or that is written, the end of all slots, and how many slots a split gets."""
+    start = 0
+    if HAS_FIRST:
+        start = tl.minimum(tl.maximum(tl.load(first_ptr + query).to(tl.int32), 0), length)
     end = length + columns
-    return first, end, tl.cdiv(tl.cdiv(end - first, BLOCK_COLUMNS), splits) * BLOCK_COLUMNS
+    return start, end, tl.cdiv(tl.cdiv(end - start, BLOCK_COLUMNS), splits) * BLOCK_COLUMNS
 
 
 @triton.jit
@@ -200,10 +199,9 @@ def _split_kernel(
     key_rows_ptr,
     value_rows_ptr,
     length_ptr,
-    visible_ptr,
-    depths_ptr,
-    column_depths_ptr,
     committed_ptr,
+    first_ptr,
+    visible_ptr,
     partial_output_ptr,
     partial_highest_ptr,
     partial_total_ptr,
@@ -227,11 +225,10 @@ def _split_kernel(
     columns,
     capacity,
     scaling,
-    window,
     splits,
     softcap,
     KV_HEADS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -246,8 +243,8 @@ def _split_kernel(
     row_block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, kv_head = (head // KV_HEADS).to(tl.int64), (head % KV_HEADS).to(tl.int64)
     length = tl.load(length_ptr + b).to(tl.int32)
-    first, end, share = _share(length, columns, window, splits, HAS_WINDOW, BLOCK_COLUMNS)
-    begin = first + split * share
+    start, end, share = _share(length, columns, first_ptr, b * queries, splits, HAS_FIRST, BLOCK_COLUMNS)
+    begin = start + split * share
     if begin >= end:
         return
     end = tl.minimum(begin + share, end)
@@ -266,9 +263,9 @@ def _split_kernel(
         mask=is_row[:, None] & is_d[None, :],
         other=0.0,
     )
-    depth = tl.zeros([BLOCK_ROWS], tl.int32)
-    if HAS_WINDOW:
-        depth = tl.load(depths_ptr + b * queries + q_index, mask=is_row, other=0).to(tl.int32)
+    first = tl.zeros([BLOCK_ROWS], tl.int32)
+    if HAS_FIRST:
+        first = tl.load(first_ptr + b * queries + q_index, mask=is_row, other=0).to(tl.int32)
     output = tl.zeros([BLOCK_ROWS, BLOCK_VALUE_DIM], tl.float32)
     highest = tl.full([BLOCK_ROWS], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
@@ -316,8 +313,8 @@ def _split_kernel(
                 other=0.0,
             )
             allowed = real[None, :]
-            if HAS_WINDOW:
-                allowed = allowed & ((length + depth)[:, None] - slot[None, :] < window)
+            if HAS_FIRST:
+                allowed = allowed & (first[:, None] <= slot[None, :])
             output, highest, total = _attend(
                 q, k, v, allowed, output, highest, total, scaling, softcap, HAS_SOFTCAP, PRECISION
             )
@@ -339,9 +336,6 @@ def _split_kernel(
             mask=is_row[:, None] & is_column[None, :],
             other=0,
         ).to(tl.int1)
-        if HAS_WINDOW:
-            column_depth = tl.load(column_depths_ptr + b * columns + column, mask=is_column, other=0).to(tl.int32)
-            allowed = allowed & (depth[:, None] - column_depth[None, :] < window)
         v = tl.load(v_tile, mask=(is_column & finite)[:, None] & is_value_d[None, :], other=0.0)
         spoilt = tl.max((allowed & ~finite[None, :]).to(tl.int32), 1)
         output, highest, total = _attend(
@@ -365,15 +359,15 @@ def _join_kernel(
     partial_highest_ptr,
     partial_total_ptr,
     length_ptr,
+    first_ptr,
     sinks_ptr,
     output_ptr,
     rows,
     queries,
     columns,
-    window,
     splits,
     KV_HEADS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_VALUE_DIM: tl.constexpr,
@@ -383,9 +377,9 @@ def _join_kernel(
     row, head = tl.program_id(0), tl.program_id(1)
     b, kv_head = (head // KV_HEADS).to(tl.int64), head % KV_HEADS
     length = tl.load(length_ptr + b).to(tl.int32)
-    first, end, share = _share(length, columns, window, splits, HAS_WINDOW, BLOCK_COLUMNS)
+    start, end, share = _share(length, columns, first_ptr, b * queries, splits, HAS_FIRST, BLOCK_COLUMNS)
     split = tl.arange(0, BLOCK_SPLITS)
-    is_live = first + split * share < end  # the others have written nothing
+    is_live = start + split * share < end  # the others have written nothing
     d = tl.arange(0, BLOCK_VALUE_DIM)
     is_d = d < VALUE_DIM
     partial = (head.to(tl.int64) * rows + row) * splits + split

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .anatomy import cache_index, decoder_layers, layer_kinds
-from .attention import Rows, each_attends_once, give_rows
+from .attention import Rows, attending, give_rows
 from .draft_tree import DraftTree
 from .drafter_families import embed_tokens
 from .launched import LaunchedRound
@@ -24,6 +24,7 @@ from .state import DecodingState, Path, unchanged
 from .tree_builder import tree_functions
 from .tree_cache import TreeCache
 from .verifier import Constants, FeatureTaps, Verification
+from .visibility import Visibility
 
 
 class ShadowTarget:
@@ -35,7 +36,7 @@ class ShadowTarget:
         layer_ids: Tap layers.
         cache: The rows; its buffers are there already.
         committed: `(1, capacity)` bool, False for rows that hold padding.
-        visible, depths: What the layers see of a forward's rows, as in `Rows`; written before each.
+        visible, depths: Of a forward's rows, as `Visibility.of` takes them; written before each.
     """
 
     def __init__(
@@ -50,14 +51,13 @@ class ShadowTarget:
         self.model = shadow(model)
         self.layers = decoder_layers(self.model)
         self.taps = FeatureTaps(self.model, tuple(layer_ids))
-        self.visible, self.depths = visible, depths
-        kinds = layer_kinds(model.config.get_text_config(decoder=True))
-        self.kinds = dict(kinds)
-        length = cache.count.tensor
-        for place, (layer, (_, window)) in enumerate(zip(self.layers, kinds, strict=True)):
+        self.length, self.committed, self.visible, self.depths = cache.count.tensor, committed, visible, depths
+        self.layer_kinds = layer_kinds(model.config.get_text_config(decoder=True))
+        self.kinds = dict(self.layer_kinds)
+        for place, layer in enumerate(self.layers):
             own = cache.layers[cache_index(layer, place)]
-            give_rows(self, layer, Rows(own.keys, own.values, length, committed, visible, depths, depths, window))
-        # What layers see is told by rows; 4D masks are passed on as they are.
+            give_rows(self, layer, Rows(own.keys, own.values))
+        # What layers see is told otherwise; 4D masks are passed on as they are.
         unused = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=depths.device)
         self.mask = dict.fromkeys(self.kinds, unused) if len(self.kinds) > 1 else unused
 
@@ -70,7 +70,12 @@ class ShadowTarget:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run tokens at positions, both `(1, N)`. Returns logits `(1, N, V)` and features `(1, N, taps * H)`."""
         constants = constants or Constants({})
-        with self.taps.recording() as chunks, each_attends_once(self.layers):
+        seen = {
+            kind: Visibility.of(kind, size, self.length, self.committed, self.visible, self.depths)
+            for kind, size in self.kinds.items()
+        }
+        of_layers = [seen[kind] for kind, _ in self.layer_kinds]
+        with self.taps.recording() as chunks, attending(self.layers, of_layers):
             output = self.model(
                 input_ids=token_ids,
                 position_ids=constants.place(positions),
@@ -169,26 +174,18 @@ class BlockDraft:
         self.steps, self.places = (torch.arange(end, device=kind.device)[None] for end in (kind.most, kind.block))
         self.column_depths = torch.arange(kind.most + kind.block, device=kind.device)[None]
         self.depths = self.column_depths[:, kind.most :]
-        self.no_mask = kind.zeros(1, 1, 1, 1, dtype=kind.dtype)  # which layers are told by rows
-        # What the layers see, by whether they are causal and by their windows.
-        self.visible: dict[tuple[bool, int | None], torch.Tensor] = {}
-        length = kind.state.context_length.tensor
+        self.no_mask = kind.zeros(1, 1, 1, 1, dtype=kind.dtype)  # which layers are told otherwise
+        # Whether the layers are causal, and their windows.
+        self.layer_kinds = [(x.self_attn.is_causal, x.self_attn.sliding_window) for x in self.drafter.layers]
+        self.ahead = {of_kind: self._ahead(*of_kind) for of_kind in self.layer_kinds}
         for place, layer in enumerate(self.drafter.layers):
             own = kind.context.layers[cache_index(layer, place)]
-            causal, window = layer.self_attn.is_causal, layer.self_attn.sliding_window
-            if (causal, window) not in self.visible:
-                self.visible[causal, window] = self._visible(causal, window)
-            of_layer = Rows(
-                own.keys, own.values, length, kind.context_committed, self.visible[causal, window],
-                self.depths, self.column_depths, window,
-            )  # fmt: skip
-            give_rows(self, layer, of_layer)
+            give_rows(self, layer, Rows(own.keys, own.values))
 
-    def _visible(self, causal: bool, window: int | None) -> torch.Tensor:
-        """Who sees what in the block; of the context each round says how much there is."""
+    def _ahead(self, causal: bool, window: int | None) -> torch.Tensor:
+        """What each place sees of the block, but for a window behind it: `(1, block, block)` bool."""
         ahead = self.places[:, None] - self.places[:, :, None]
-        visible = ahead < (1 if causal else self.kind.block if window is None else window)
-        return torch.nn.functional.pad(visible, (self.kind.most, 0))
+        return ahead < (1 if causal else self.kind.block if window is None else window)
 
     def compile(self) -> None:
         compile_layers(self.drafter.layers, self.kind.block, join_linears=self.kind.device.type == "cuda")
@@ -206,18 +203,29 @@ class BlockDraft:
     def hidden_states(self, features: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Of the block, `(1, block, H)`, behind the context and the first `new (1,)` rows of features."""
         state = self.kind.state
-        for visible in self.visible.values():
-            visible[:, :, : self.kind.most] = self.steps[:, None] < new[:, None, None]
         torch.add(new[:, None], self.places, out=self.depths)
         self.token_ids[:, :1] = state.root
-        output = self.drafter(
-            noise_embeds=embed_tokens(self.target, self.token_ids, self.drafter).to(self.kind.dtype),
-            context_hidden_states=features,
-            position_ids=(state.position - new)[:, None] + self.column_depths,
-            attention_mask=self.no_mask,
-        )
+        with attending(self.drafter.layers, self._seen(new)):
+            output = self.drafter(
+                noise_embeds=embed_tokens(self.target, self.token_ids, self.drafter).to(self.kind.dtype),
+                context_hidden_states=features,
+                position_ids=(state.position - new)[:, None] + self.column_depths,
+                attention_mask=self.no_mask,
+            )
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
+
+    def _seen(self, new: torch.Tensor) -> list[Visibility]:
+        """What each layer sees: of the context's new rows the first `new (1,)`, and the block."""
+        length, committed = self.kind.state.context_length.tensor, self.kind.context_committed
+        context = (self.steps < new[:, None])[:, None].expand(-1, self.kind.block, -1)
+        seen = {}
+        for (causal, window), ahead in self.ahead.items():
+            visible = torch.cat([context, ahead], dim=-1)
+            seen[causal, window] = Visibility.of(
+                "sliding_attention", window, length, committed, visible, self.depths, self.column_depths
+            )
+        return [seen[of_kind] for of_kind in self.layer_kinds]
 
 
 class RoundSteps:

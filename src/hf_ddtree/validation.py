@@ -17,11 +17,12 @@ from .compat import CACHE_KEY, INDEXED_KINDS
 from .drafter_families import family_of
 from .dynamo import hides_compiled
 from .rope import rope_parameters
+from .visibility import KINDS
 
 # Attention functions that add a 4D mask to the scores. Flash kernels take none, and flex attention's kernel on a CPU
 # crashes on one.
 _MASKED_ATTENTION = ("eager", "sdpa")
-_LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention", *INDEXED_KINDS)
+_LAYER_KINDS = (*KINDS, *INDEXED_KINDS)
 
 # Options that choose another way of drafting or decoding, which would win over the drafter or be ignored.
 _OTHER_WAYS = (

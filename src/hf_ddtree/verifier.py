@@ -18,10 +18,10 @@ from .compat import CACHE_KEY
 from .draft_tree import TreeRows, single_row
 from .target_state import uncompiled
 from .tree_cache import TreeCache
+from .visibility import KINDS, Visibility
 
 OUTPUTS = ("output_hidden_states", "output_attentions")  # what `generate` passes on to each forward
 _MOST_ROWS = 2048  # of features at a time; a tree has fewer
-_CHUNKED = ("chunked_attention",)
 
 
 @dataclass
@@ -243,21 +243,15 @@ class Verifier:
             rows: Who sees whom.
         """
         ancestors, depths = rows.ancestors, rows.depths
-        length = self.cache.length
-        self.cache.reserve(length + token_ids.shape[1])
+        self.cache.reserve(self.cache.length + token_ids.shape[1])
         self.cache.open(rows)
+        length = depths.new_full(depths.shape[:1], self.cache.length)
+        committed = ancestors.new_ones(depths.shape[0], self.cache.view)
+        if self.prompt_mask is not None:
+            committed[:, : self.prompt_mask.shape[1]] = self.prompt_mask
         masks = {
-            kind: tree_mask(
-                ancestors,
-                depths,
-                length,
-                self.cache.view,
-                self.prompt_mask,
-                window,
-                self.dtype,
-                kind in _CHUNKED,
-            )
-            for kind, window in self.windows.items()
+            kind: tree_mask(Visibility.of(kind, size, length, committed, ancestors, depths), self.dtype)
+            for kind, size in self.windows.items()
         }
         with self.taps.recording() as chunks:
             outputs = self.model(
@@ -282,8 +276,8 @@ class Verifier:
         return self.scale_period - 1 - (self.cache.length + 1) % self.scale_period
 
     def why_not_captured(self) -> str | None:
-        """What of the target a step of fixed shapes, with windows as its only masks, cannot do."""
-        if not set(self.windows) <= {"full_attention", "sliding_attention"}:
+        """What of the target a step of fixed shapes cannot do."""
+        if not set(self.windows) <= set(KINDS):
             return f"layers of the kind {', '.join(sorted(self.windows))}"
         if self.scale_period is not None:
             return "attention goes by the number of a row"
@@ -321,52 +315,13 @@ def input_device(module: Any, given: torch.device) -> torch.device:
     return given if device.type == "meta" else device
 
 
-def tree_mask(
-    ancestors: torch.Tensor,
-    depths: torch.Tensor,
-    length: int,
-    view: int,
-    prompt_mask: torch.Tensor | None,
-    window: int | None,
-    dtype: torch.dtype,
-    chunked: bool = False,
-) -> torch.Tensor:
-    """The additive mask of a tree that lies behind the committed rows: those, ancestors and itself.
-
-    Args:
-        ancestors: `(B, N, N)` bool, root included.
-        depths: `(B, N)`.
-        length: Committed rows.
-        view: Columns of the mask.
-        prompt_mask: `(B, slots)` bool, False for padded prompt rows.
-        window: Sliding window. It goes by slot, the root's plus the depth, as plain decoding's would.
-        dtype: The model's.
-        chunked: Instead of a window before each row there are chunks of this size, counted from the first row that
-            is no padding.
+def tree_mask(seen: Visibility, dtype: torch.dtype) -> torch.Tensor:
+    """The additive mask of a forward.
 
     Returns:
-        `(B, 1, N, view)`: 0 where attention is allowed, `finfo.min` elsewhere (eager attention would add a bool mask
-        as ones, and -inf makes a row of NaN).
+        `(B, 1, Q, S)`: 0 where attention is allowed, `finfo.min` elsewhere (eager attention would add a bool mask as
+        ones, and -inf makes a row of NaN).
     """
-    (batch, nodes), tree = depths.shape, slice(length, length + depths.shape[1])
-    columns = torch.arange(view, device=depths.device).expand(batch, -1)
-    committed = columns < length
-    if prompt_mask is not None:
-        prompt = torch.nn.functional.pad(prompt_mask, (0, view - prompt_mask.shape[1]), value=True)
-        committed = committed & prompt
-    allowed = committed[:, None, :].expand(batch, nodes, view).clone()
-    allowed[:, :, tree] = ancestors
-    if window is not None:
-        node_slots = length + depths
-        key_slots = columns.clone()
-        key_slots[:, tree] = node_slots
-        if chunked:
-            padding = 0 if prompt_mask is None else (prompt_mask.cumsum(dim=1) == 0).sum(dim=1, keepdim=True)
-            node_chunks, key_chunks = (
-                torch.div(x - padding, window, rounding_mode="floor") for x in (node_slots, key_slots)
-            )
-            allowed &= node_chunks[:, :, None] == key_chunks[:, None, :]
-        else:
-            allowed &= key_slots[:, None, :] > (node_slots - window)[:, :, None]
-    mask = torch.zeros(batch, 1, nodes, view, dtype=dtype, device=depths.device)
-    return mask.masked_fill_(~allowed[:, None], torch.finfo(dtype).min)
+    allowed = seen.allowed()[:, None]
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
