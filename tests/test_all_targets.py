@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def test_a_wrong_mask_is_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> N
     original = hf_ddtree.verifier.tree_mask
 
     def causal(seen: Visibility, dtype: torch.dtype) -> torch.Tensor:
-        return original(seen._replace(visible=torch.ones_like(seen.visible).tril()), dtype)
+        return original(replace(seen, _masks={}, visible=torch.ones_like(seen.visible).tril()), dtype)
 
     monkeypatch.setattr(hf_ddtree.verifier, "tree_mask", causal)
     assert examined(family).result == BROKEN

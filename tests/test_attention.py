@@ -126,8 +126,10 @@ def eager(inputs: dict[str, Any]) -> torch.Tensor:
             )
             for name in ("key", "value")
         )
-        own = Visibility(*(None if x is None else x[b : b + 1] for x in seen(inputs)))
-        mask = tree_mask(own._replace(committed=own.committed[:, :stop]), torch.float32)[0]
+        all_ = seen(inputs)
+        first = None if all_.first is None else all_.first[b : b + 1]
+        own = Visibility(all_.length[b : b + 1], all_.committed[b : b + 1, :stop], first, all_.visible[b : b + 1])
+        mask = tree_mask(own, torch.float32)[0]
         scores = query[b] @ keys.transpose(1, 2) * inputs["scaling"]
         if inputs["softcap"] is not None:
             scores = torch.tanh(scores / inputs["softcap"]) * inputs["softcap"]

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from browser import browser
 from comparison import generate, generate_with_trees
 from hf_ddtree import DDTreeConfig, DDTreeStats, DFlashDraftModel
-from hf_ddtree.outputs import Choice
 from hf_ddtree.draft_tree import DraftTree, best_first_tree
+from hf_ddtree.outputs import Choice
 from hf_ddtree.visualize import generation_html
 from scripted import prompt_ids
 

@@ -50,7 +50,7 @@ def run(model: Any, ids: torch.Tensor, new: int, **options: Any) -> tuple[Any, t
     return out, torch.get_rng_state()
 
 
-# -- a policy --------------------------------------------------------------------------------------------------------
+# -- a policy ---------------------------------------------------------------------------------------------------------
 
 
 class WithFollowers:
@@ -142,7 +142,7 @@ def test_a_policy_adds_children_from_the_text(
     assert len(set(map(id, policies))) == 1  # its tensors are those that graphs know
 
 
-# -- scores by the parent ----------------------------------------------------------------------------------------------
+# -- scores by the parent ---------------------------------------------------------------------------------------------
 
 
 class MarkovConfig(DFlashConfig):
@@ -262,7 +262,7 @@ def test_graphs_draft_the_trees_that_launched_rounds_draft(
         assert mine.path == theirs.path
 
 
-# -- names -------------------------------------------------------------------------------------------------------------
+# -- names ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_librarys_own_names_are_taken_and_unknown_ones_refused() -> None:

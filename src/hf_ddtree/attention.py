@@ -63,11 +63,39 @@ def tree_attention(
         `(B, Q, H, Dv)`, contiguous, in the query's dtype.
     """
     arguments = query, key, value, rows, seen, scaling, softcap, sinks
+    # What is not finite would get through a mask; asking is for nothing where it means no wait.
+    if query.device.type == "cpu" and softcap is None and sinks is None and bool(value.isfinite().all()):
+        return tree_attention_folded(query, key, value, rows, seen, scaling)
     if query.device.type == "cuda" and (kernel := _kernel()) is not None:
         with torch.cuda.device_of(query):  # Triton launches on the current device
             output: torch.Tensor = kernel.tree_attention_triton(*arguments)
             return output
     return tree_attention_reference(*arguments)
+
+
+def tree_attention_folded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, seen: Visibility, scaling: float
+) -> torch.Tensor:
+    """`tree_attention` by torch's own, without cap and sinks: a K/V head is read once for all of its queries, with one
+    mask for all layers, over the slots that `seen` speaks of."""
+    _write(key, value, rows, seen)
+    batch, heads, queries, dim = query.shape
+    kv_heads, slots = key.shape[1], seen.committed.shape[1]
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        query.reshape(batch, kv_heads, -1, dim),
+        rows.keys[:, :, :slots],
+        rows.values[:, :, :slots],
+        attn_mask=seen.mask(heads // kv_heads, query.dtype),
+        scale=scaling,
+    )
+    return attended.view(batch, heads, queries, -1).transpose(1, 2).contiguous()
+
+
+def _write(key: torch.Tensor, value: torch.Tensor, rows: Rows, seen: Visibility) -> None:
+    """A round's keys and values behind the committed rows."""
+    slots = seen.length[:, None] + torch.arange(key.shape[2], device=key.device)  # (B, C)
+    for kept, new in ((rows.keys, key), (rows.values, value)):
+        kept.scatter_(2, slots[:, None, :, None].expand_as(new), new)
 
 
 def tree_attention_reference(
@@ -80,13 +108,11 @@ def tree_attention_reference(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`tree_attention` in plain tensors, for any device; it costs `S` columns whatever the length is."""
+    """`tree_attention` in plain tensors, for any device; it costs all slots that `seen` speaks of."""
+    _write(key, value, rows, seen)
     batch, _, queries, dim = query.shape
-    kv_heads, columns, capacity = key.shape[1], key.shape[2], rows.keys.shape[2]
-    new_slots = seen.length[:, None] + torch.arange(columns, device=query.device)  # (B, C)
-    for kept, new in ((rows.keys, key), (rows.values, value)):
-        kept.scatter_(2, new_slots[:, None, :, None].expand_as(new), new)
-
+    kv_heads, capacity = key.shape[1], seen.committed.shape[1]
+    rows = Rows(rows.keys[:, :, :capacity], rows.values[:, :, :capacity])
     allowed = seen.allowed()  # (B, Q, S)
     grouped = query.reshape(batch, kv_heads, -1, queries, dim).flatten(2, 3).float()  # (B, Hkv, G * Q, D)
     scores = (grouped @ rows.keys.float().transpose(2, 3)).mul_(scaling)
@@ -132,8 +158,7 @@ _SEEN: dict[int, Visibility] = {}  # by layers that have yet to attend in the pr
 _numbers = itertools.count()
 
 
-@torch.library.custom_op("hf_ddtree::attend", mutates_args=())
-def _attend(
+def _attend_to_rows(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -149,6 +174,9 @@ def _attend(
         if (new.shape[:2], new.shape[3], new.dtype) != (kept.shape[:2], kept.shape[3], kept.dtype):
             raise NotImplementedError("attention over other keys or values than the cache keeps")
     return tree_attention(query, key, value, rows, seen, scaling, softcap, sinks)
+
+
+_attend = torch.library.custom_op("hf_ddtree::attend", _attend_to_rows, mutates_args=())
 
 
 @_attend.register_fake
@@ -178,7 +206,9 @@ def attend(
         if name not in _WITHOUT_EFFECT and (isinstance(given, torch.Tensor) or given):
             raise NotImplementedError(f"attention with `{name}`")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _attend(query, key, value, module.hf_ddtree_rows, scaling, softcap, s_aux), None
+    # Without a compiler an operator is but a detour.
+    run, rows = (_attend if torch.compiler.is_compiling() else _attend_to_rows), module.__dict__["hf_ddtree_rows"]
+    return run(query, key, value, rows, scaling, softcap, s_aux), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)

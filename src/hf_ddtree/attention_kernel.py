@@ -89,7 +89,9 @@ def tree_attention_triton(
     if rows.keys.stride(3) != 1 or rows.values.stride(3) != 1:
         raise ValueError("The last dimension of the rows' keys and values must have stride 1.")
     query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
-    length, committed, first, visible = (x if x is None else x.contiguous() for x in seen)
+    length, committed, first, visible = (
+        x if x is None else x.contiguous() for x in (seen.length, seen.committed, seen.first, seen.visible)
+    )
     batch, heads, queries, dim = query.shape
     kv_heads, columns, capacity, value_dim = key.shape[1], key.shape[2], rows.keys.shape[2], value.shape[3]
     query_rows = heads // kv_heads * queries

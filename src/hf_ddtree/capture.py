@@ -16,12 +16,13 @@ from transformers.modeling_outputs import CausalLMOutput
 from .candidate_generator import DDTreeCandidateGenerator
 from .draft_tree import DraftTree, TreeRows
 from .launched import LaunchedRound
+from .our_layers import why_not_ours
 from .outputs import Choice, Choices
 from .prompt import MOST_TOKENS, Prompt, are_alike
-from .rope import rope_parameters
+from .rope import has_dynamic_rope
 from .round_graph import RoundGraph, RoundKind
 from .target_state import Buffers
-from .tree_cache import TreeCache, rows_ahead
+from .tree_cache import rows_ahead
 from .verifier import Features
 
 _MOST_KINDS = 16  # of calls whose graphs are kept for later ones
@@ -40,41 +41,19 @@ def why_not_captured(buffers: Buffers, launched: LaunchedRound, synced_gpus: boo
         launched: Its rounds as they would be launched.
         synced_gpus: Whether ranks wait for each other's forwards.
     """
-    source, verifier, record = launched.source, launched.verifier, launched.record
-    target, drafter = source.target, source.drafter
-    if not buffers.kept:
-        return "another call holds the buffers"
-    if source.config.execution == "plain":
-        return "asked for"
-    of_target, of_drafter = source.target_snapshot, source.drafter_snapshot
-    if why := _on_one_gpu({*of_target.devices, *of_drafter.devices}):
+    if why := why_not_ours(buffers, launched):
         return why
-    if getattr(target, "hf_quantizer", None) is not None:
-        return "weights are quantized"
-    if type(drafter) is not source.family.model_class:
+    source = launched.source
+    if why := _on_one_gpu({*source.target_snapshot.devices, *source.drafter_snapshot.devices}):
+        return why
+    if type(source.drafter) is not source.family.model_class:
         return "the drafter's network is not this library's"
-    if record.needs_states:
-        return "outputs hold hidden states or attentions"
+    if source.drafter_snapshot.hooked:
+        return "a module has hooks"
+    if has_dynamic_rope(source.drafter):
+        return "rotary frequencies follow the length"
     if synced_gpus:
         return "ranks wait for each other"
-    if launched.rope is not None:
-        return "rotary frequencies switch"
-    if _has_dynamic_rope(target) or _has_dynamic_rope(drafter):
-        return "rotary frequencies follow the length"
-    if torch.is_autocast_enabled(source.device.type):
-        return "autocast is on"
-    if record.room < 2:
-        return "one token is left"
-    if verifier.plain_only:
-        return "steps have to be plain ones"
-    if why := verifier.why_not_captured():
-        return why
-    if verifier.step_kwargs:
-        return "the caller gives each step arguments of their own"
-    if of_target.hooked or of_drafter.hooked:
-        return "a module has hooks"
-    if of_target.adapted:
-        return "adapters may change between rounds"
     return None
 
 
@@ -89,11 +68,6 @@ def _on_one_gpu(devices: set[torch.device]) -> str | None:
     return None if {device.type for device in devices} == {"cuda"} else "only CUDA graphs are captured"
 
 
-def _has_dynamic_rope(model: Any) -> bool:
-    config = model.config.get_text_config(decoder=True)
-    return any(rope.get("rope_type") == "dynamic" for rope in rope_parameters(config))
-
-
 def find_kind(buffers: Buffers, launched: LaunchedRound) -> RoundKind:
     """What serves calls of this kind, with the graphs that earlier ones left, and room for another round at least.
 
@@ -104,8 +78,8 @@ def find_kind(buffers: Buffers, launched: LaunchedRound) -> RoundKind:
     rows = rows_ahead(launched.record.room, source.nodes)
     buffers.cache.reserve(buffers.cache.length + rows)
     source.reserve(rows)
-    target_where = source.target_snapshot.fingerprint, _places(buffers.cache)
-    where = source.drafter_snapshot.fingerprint, _places(own.context)
+    target_where = source.target_snapshot.fingerprint, buffers.cache.places
+    where = source.drafter_snapshot.fingerprint, own.context.places
     walk = launched.needs_no_host and (
         launched.do_sample, len(launched.record.end_token_ids),
         tuple((type(processor), _values(processor)) for processor in launched.processors),
@@ -204,7 +178,7 @@ def _keep_prompt(buffers: Buffers, source: DDTreeCandidateGenerator, prompt: Pro
 
 def _prompts_made_for(buffers: Buffers, source: DDTreeCandidateGenerator) -> tuple[Any, ...]:
     """What graphs of prompts are made for, but for the tap layers."""
-    return source.target_snapshot.fingerprint, _numeric_modes(), _places(buffers.cache)
+    return source.target_snapshot.fingerprint, _numeric_modes(), buffers.cache.places
 
 
 def find_graph(
@@ -318,11 +292,6 @@ def _restore_random(device: torch.device, state: torch.Tensor) -> None:
         fresh.set_state(state)
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.default_generators[index].graphsafe_set_state(fresh.graphsafe_get_state())
-
-
-def _places(cache: TreeCache) -> tuple[Any, ...]:
-    """Where a cache's rows lie, as far as they have a place."""
-    return tuple(layer.is_initialized and layer.keys.data_ptr() for layer in cache.layers)
 
 
 def _numeric_modes() -> tuple[Any, ...]:

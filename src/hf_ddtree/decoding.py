@@ -21,7 +21,8 @@ from .configuration_ddtree import DDTreeConfig
 from .draft_tree import DraftTree
 from .launched import LaunchedRound
 from .logits_process import commit_next, commit_path
-from .outputs import Choices, DDTreeStats, GenerateDDTreeOutput, GenerationRecord, ended
+from .our_layers import find_layers, why_not_ours
+from .outputs import DDTreeStats, GenerateDDTreeOutput, GenerationRecord, ended
 from .prefill import prefill
 from .round_graph import RoundGraph
 from .state import DecodingState, Path
@@ -138,6 +139,8 @@ def ddtree_decoding(
 
             budget = make_budget(config, model)
             why = None if stop else why_not()
+            if why is not None:
+                launched.layers = why_not_ours(buffers, launched) or find_layers(buffers, launched)
             kind = None
             while model._has_unfinished_sequences(stop, synced_gpus, device=record.input_ids.device):
                 if stop:  # another rank still decodes, and its forwards need ours
@@ -151,7 +154,7 @@ def ddtree_decoding(
                         kind = None  # outgrown: nothing may hold its graphs while the next are captured
                         kind = find_kind(buffers, launched)
                     graph = kind.ready(nodes) or find_graph(kind, nodes, decode_round, launched, config.execution)
-                stats.ran(Choices.launched(graph) if isinstance(graph, str) else graph.choices)
+                stats.ran(launched.choices(graph) if isinstance(graph, str) else graph.choices)
                 if isinstance(graph, RoundGraph):
                     with timed("round"):
                         tree, path = graph.run(launched)

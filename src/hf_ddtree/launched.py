@@ -12,8 +12,9 @@ from transformers.generation.logits_process import LogitsProcessorList
 from .candidate_generator import DDTreeCandidateGenerator
 from .draft_tree import DraftTree, TreeRows
 from .logits_process import Noise, device_walk, lazy_walk, needs_no_host, walks_on_device
-from .outputs import GenerationRecord, PlainColumns
+from .outputs import Choice, Choices, GenerationRecord, PlainColumns
 from .rope import RopeSwitch
+from .shadow import ShadowTarget
 from .state import DecodingState, Path
 from .verifier import Verification, Verifier
 
@@ -51,6 +52,12 @@ class LaunchedRound:
         self.on_device = walks_on_device(verifier.device, record, processors, do_sample)
         self.noise = Noise(verifier.device) if self.on_device and do_sample else None
         self.plain = False  # whether this round is a plain step
+        self.layers: ShadowTarget | str = ""  # ours, or why the model's own run
+
+    def choices(self, reason: str) -> Choices:
+        """How its rounds run, which are no graphs for that reason."""
+        layers = Choice("model", self.layers or reason) if isinstance(self.layers, str) else Choice("ours")
+        return Choices(layers, Choice("no", reason), Choice("operations", reason))
 
     @functools.cached_property
     def ends(self) -> torch.Tensor:
@@ -84,7 +91,9 @@ class LaunchedRound:
             verified = self.verifier.plain_step(self.record.input_ids, position, self.model_kwargs)
             del self.columns  # the model may have dropped the caller's cache
             return verified
-        return self.verifier.verify(torch.cat([state.root, tree.token_ids], dim=1), position, TreeRows.of(tree))
+        layers = None if isinstance(self.layers, str) else self.layers
+        token_ids = torch.cat([state.root, tree.token_ids], dim=1)
+        return self.verifier.verify(token_ids, position, TreeRows.of(tree), layers)
 
     def choose(self, state: DecodingState, tree: DraftTree, verified: Verification) -> Path:
         """The path that plain decoding would have taken."""

@@ -55,13 +55,8 @@ class Choices(NamedTuple):
     compiled: Choice
     launch: Choice
 
-    @classmethod
-    def launched(cls, reason: str) -> Choices:
-        """The model's own layers, one operation after another."""
-        return cls(Choice("model", reason), Choice("no", reason), Choice("operations", reason))
 
-
-_NO_ROUND = Choices.launched("no round was needed")
+_NONE = "no round was needed"
 
 
 @dataclass
@@ -86,9 +81,9 @@ class DDTreeStats:
     acceptance_lengths: list[int] = field(default_factory=list)
     node_counts: list[int] = field(default_factory=list)
     budgets: list[int] = field(default_factory=list)
-    layers: Choice = _NO_ROUND.layers
-    compiled: Choice = _NO_ROUND.compiled
-    launch: Choice = _NO_ROUND.launch
+    layers: Choice = Choice("model", _NONE)
+    compiled: Choice = Choice("no", _NONE)
+    launch: Choice = Choice("operations", _NONE)
     times: dict[str, float] = field(default_factory=dict)
     trees: list[RoundTree] = field(default_factory=list)
 
@@ -109,8 +104,9 @@ class DDTreeStats:
             f"launch={self.launch})"
         )
 
-    def ran(self, choices: Choices) -> None:
+    def ran(self, choices: Choices | None) -> None:
         """Note how a round runs."""
+        assert choices is not None
         self.layers, self.compiled, self.launch = choices
 
     def add_round(

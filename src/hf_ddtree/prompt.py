@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .recorded import GraphMemory, Recorded
-from .round_graph import ShadowTarget
+from .shadow import ShadowTarget
 from .state import unchanged
 from .tree_cache import TreeCache
 
@@ -41,8 +41,8 @@ class Prompt(Recorded):
         self.token_ids, self.positions = torch.zeros_like(counted), torch.zeros_like(counted)
         self.last = counted.new_zeros(1)  # of the new rows
         committed = torch.ones(1, cache.capacity, dtype=torch.bool, device=device)
-        visible = counted[:, :, None] >= counted[:, None]
-        self.target = ShadowTarget(target, layer_ids, cache, committed, visible, counted)
+        self.depths, self.visible = counted, counted[:, :, None] >= counted[:, None]
+        self.target = ShadowTarget(target, layer_ids, cache, committed)
         width = len(self.target.taps.layer_ids) * target.config.get_text_config(decoder=True).hidden_size
         self.features = torch.zeros(1, CHUNK, width, dtype=target.dtype, device=device)
         self.logits: torch.Tensor | None = None  # (1, 1, V), of the last new row
@@ -81,7 +81,7 @@ class Prompt(Recorded):
 
     @torch.no_grad()
     def record(self) -> None:
-        logits, features = self.target.forward(self.token_ids, self.positions)
+        logits, features = self.target.forward(self.token_ids, self.positions, self.visible, self.depths)
         self.features.copy_(features)
         if self.logits is None:
             self.logits = torch.zeros_like(logits[:, :1])

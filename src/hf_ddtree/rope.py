@@ -15,6 +15,12 @@ def rope_parameters(config: Any) -> list[dict[str, Any]]:
     return nested or [parameters]
 
 
+def has_dynamic_rope(model: Any) -> bool:
+    """Whether a model's frequencies follow the length of the text."""
+    config = model.config.get_text_config(decoder=True)
+    return any(rope.get("rope_type") == "dynamic" for rope in rope_parameters(config))
+
+
 class RopeSwitch:
     """
     The switch of `longrope` from its short to its long factors, for all positions of a forward at once.

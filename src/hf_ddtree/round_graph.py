@@ -5,13 +5,13 @@ Nothing of them touches the models themselves. Graphs of several sizes share wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
-from .anatomy import cache_index, decoder_layers, layer_kinds
+from .anatomy import cache_index
 from .attention import Rows, attending, give_rows
 from .draft_tree import DraftTree
 from .drafter_families import embed_tokens
@@ -19,72 +19,11 @@ from .launched import LaunchedRound
 from .logits_process import Noise, device_walk
 from .outputs import Choices
 from .recorded import GraphMemory, Recorded
-from .shadow import compile_layers, shadow
+from .shadow import ShadowTarget, compile_layers, shadow
 from .state import DecodingState, Path, unchanged
 from .tree_builder import tree_functions
-from .tree_cache import TreeCache
-from .verifier import Constants, FeatureTaps, Verification
+from .verifier import Verification
 from .visibility import Visibility
-
-
-class ShadowTarget:
-    """
-    A target whose layers attend to a cache's rows.
-
-    Args:
-        model: The target, or a shadow of it.
-        layer_ids: Tap layers.
-        cache: The rows; its buffers are there already.
-        committed: `(1, capacity)` bool, False for rows that hold padding.
-        visible, depths: Of a forward's rows, as `Visibility.of` takes them; written before each.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        layer_ids: Iterable[int],
-        cache: TreeCache,
-        committed: torch.Tensor,
-        visible: torch.Tensor,
-        depths: torch.Tensor,
-    ) -> None:
-        self.model = shadow(model)
-        self.layers = decoder_layers(self.model)
-        self.taps = FeatureTaps(self.model, tuple(layer_ids))
-        self.length, self.committed, self.visible, self.depths = cache.count.tensor, committed, visible, depths
-        self.layer_kinds = layer_kinds(model.config.get_text_config(decoder=True))
-        self.kinds = dict(self.layer_kinds)
-        for place, layer in enumerate(self.layers):
-            own = cache.layers[cache_index(layer, place)]
-            give_rows(self, layer, Rows(own.keys, own.values))
-        # What layers see is told otherwise; 4D masks are passed on as they are.
-        unused = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=depths.device)
-        self.mask = dict.fromkeys(self.kinds, unused) if len(self.kinds) > 1 else unused
-
-    def compile(self) -> None:
-        rows = self.depths.shape[1]
-        compile_layers(self.layers, rows, join_linears=self.depths.device.type == "cuda")
-
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, constants: Constants | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run tokens at positions, both `(1, N)`. Returns logits `(1, N, V)` and features `(1, N, taps * H)`."""
-        constants = constants or Constants({})
-        seen = {
-            kind: Visibility.of(kind, size, self.length, self.committed, self.visible, self.depths)
-            for kind, size in self.kinds.items()
-        }
-        of_layers = [seen[kind] for kind, _ in self.layer_kinds]
-        with self.taps.recording() as chunks, attending(self.layers, of_layers):
-            output = self.model(
-                input_ids=token_ids,
-                position_ids=constants.place(positions),
-                attention_mask=self.mask,
-                use_cache=False,
-                return_dict=True,
-                **constants.of_rows(token_ids.shape[1]),
-            )
-        return output.logits, torch.cat([parts[0] for parts in chunks.values()], dim=-1)
 
 
 class RoundKind:
@@ -244,13 +183,11 @@ class RoundSteps:
         self.nodes = nodes
         self.most = min(kind.depth, nodes) + 1  # tokens that it can commit
         self.verified: Verification | None = None  # by the last that was recorded
-        rows = nodes + 1
-        visible, depths = kind.zeros(1, rows, rows, dtype=torch.bool), kind.zeros(1, rows)
-        self.target = ShadowTarget(kind.target, kind.layer_ids, kind.cache, kind.committed, visible, depths)
+        self.target = ShadowTarget(kind.target, kind.layer_ids, kind.cache, kind.committed)
         self.block_draft = BlockDraft(kind, self.target.model, nodes) if nodes else None
 
     def compile(self) -> None:
-        self.target.compile()
+        self.target.compile(self.nodes + 1)
         if self.block_draft is not None:
             self.block_draft.compile()
 
@@ -268,13 +205,12 @@ class RoundSteps:
     def verify(self, state: DecodingState, tree: DraftTree) -> Verification:
         """One forward of the target over the tree."""
         rows = self.kind.find_rows(tree)
-        self.target.visible.copy_(rows.ancestors)
-        self.target.depths.copy_(rows.depths)
         self.cache.open(rows)
         # No node is placed where none of them can be.
         ahead = torch.minimum(rows.depths, state.room[:, None] - 1)
         token_ids = torch.cat([state.root, tree.token_ids], dim=1)
-        logits, features = self.target.forward(token_ids, state.position[:, None] + ahead, self.kind.constants)
+        positions = state.position[:, None] + ahead
+        logits, features = self.target.forward(token_ids, positions, rows.ancestors, rows.depths, self.kind.constants)
         self.verified = Verification(logits, features, rows, None)
         return self.verified
 
@@ -312,7 +248,7 @@ class RoundGraph:
         self.stretches = [Stretch(self, work) for work in works]
         self.nodes, self.tree = self.steps.nodes, self.steps.no_tree
         self.path = Path.of_packed(kind.zeros(1, 1 + 2 * self.steps.most))
-        self.choices = Choices.launched("")  # how it runs, for the statistics
+        self.choices: Choices | None = None  # how it runs, for the statistics
 
     def _round(self) -> None:
         self.tree, self.path = self.decode_round(self.steps, self.kind.state, self.nodes)

@@ -15,7 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attention import ATTENTION
+from .anatomy import cache_index, decoder_layers, layer_kinds
+from .attention import ATTENTION, Rows, attending, give_rows
+from .tree_cache import TreeCache
+from .verifier import Constants, FeatureTaps
+from .visibility import Visibility
 
 
 def shadow(model: Any) -> Any:
@@ -76,3 +80,77 @@ def _compiled_forward(kind: Any, rows: int, join_linears: bool) -> Callable[...,
 
         options = {"post_grad_custom_pre_pass": JoinLinears()}
     return torch.compile(own, dynamic=False, fullgraph=True, options=options)
+
+
+class ShadowTarget:
+    """
+    A target whose layers attend to a cache's rows.
+
+    Args:
+        model: The target, or a shadow of it.
+        layer_ids: Tap layers.
+        cache: The rows; its buffers are there already.
+        committed: `(1, capacity)` bool, False for rows that hold padding.
+    """
+
+    def __init__(self, model: Any, layer_ids: Iterable[int], cache: TreeCache, committed: torch.Tensor) -> None:
+        self.model = shadow(model)
+        self.layers = decoder_layers(self.model)
+        self.taps = FeatureTaps(self.model, tuple(layer_ids))
+        self.length, self.committed = cache.count.tensor, committed
+        self.layer_kinds = layer_kinds(model.config.get_text_config(decoder=True))
+        self.kinds = dict(self.layer_kinds)
+        for place, layer in enumerate(self.layers):
+            own = cache.layers[cache_index(layer, place)]
+            give_rows(self, layer, Rows(own.keys, own.values))
+        # What layers see is told otherwise; 4D masks are passed on as they are.
+        unused = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=committed.device)
+        self.mask = dict.fromkeys(self.kinds, unused) if len(self.kinds) > 1 else unused
+
+    def begin(self, prompt_mask: torch.Tensor | None) -> None:
+        """A call begins, whose prompt `(1, L)` bool has padding where it is False."""
+        self.committed.fill_(True)
+        if prompt_mask is not None:
+            self.committed[:, : prompt_mask.shape[1]] = prompt_mask
+
+    def compile(self, rows: int) -> None:
+        """Compile the layers for forwards of so many rows."""
+        compile_layers(self.layers, rows, join_linears=self.committed.device.type == "cuda")
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        visible: torch.Tensor,
+        depths: torch.Tensor,
+        constants: Constants | None = None,
+        slots: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run tokens over the rows of the cache.
+
+        Args:
+            token_ids, positions: `(1, N)`.
+            visible, depths: As in `Visibility.of`.
+            constants: Of the call.
+            slots: Those that are looked at, where the host knows; else all.
+
+        Returns:
+            Logits `(1, N, V)` and features `(1, N, taps * H)`.
+        """
+        constants = constants or Constants({})
+        committed = self.committed[:, :slots]
+        seen = {
+            kind: Visibility.of(kind, size, self.length, committed, visible, depths)
+            for kind, size in self.kinds.items()
+        }
+        of_layers = [seen[kind] for kind, _ in self.layer_kinds]
+        with self.taps.recording() as chunks, attending(self.layers, of_layers):
+            output = self.model(
+                input_ids=token_ids,
+                position_ids=constants.place(positions),
+                attention_mask=self.mask,
+                use_cache=False,
+                return_dict=True,
+                **constants.of_rows(token_ids.shape[1]),
+            )
+        return output.logits, torch.cat([parts[0] for parts in chunks.values()], dim=-1)

@@ -74,6 +74,8 @@ class Buffers:
         self.state = DecodingState(device or model.device)
         self.cache = TreeCache.for_config(model.config.get_text_config(decoder=True), self.state.length)
         self.drafters: list[DrafterBuffers] = []  # the last used is the last
+        self.layers: Any = None  # ours for launched rounds, or why there are none
+        self.layers_made_for: Any = None
         self.prompts: dict[Any, Any | None] = {}  # graphs, by tap layers; `None` where there can be none
         self.prompts_made_for: Any = None
         self._left: torch.cuda.Event | None = None

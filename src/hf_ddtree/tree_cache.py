@@ -237,6 +237,11 @@ class TreeCache(Cache):
         return self.plan.capacity
 
     @property
+    def places(self) -> tuple[int, ...]:
+        """Where the buffers lie, as far as they have a place, and how many rows they hold."""
+        return self.capacity, *(layer.is_initialized and layer.keys.data_ptr() for layer in self.layers)
+
+    @property
     def slots(self) -> range | None:
         """The open tree's slots, root first."""
         return self.plan.slots

@@ -234,17 +234,24 @@ class Verifier:
         self.cache.open(rows)
         return Verification(outputs.logits[:, -1:], features[:, -1:], rows, outputs)
 
-    def verify(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: TreeRows) -> Verification:
+    def verify(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: TreeRows, layers: Any | None = None
+    ) -> Verification:
         """Run a tree through the target, its rows open in the cache.
 
         Args:
             token_ids: `(B, N + 1)`, root first.
             positions: `(B, 1)`, the root's position; a node's is its depth further on.
             rows: Who sees whom.
+            layers: A [`ShadowTarget`], in place of the model's own layers.
         """
         ancestors, depths = rows.ancestors, rows.depths
-        self.cache.reserve(self.cache.length + token_ids.shape[1])
+        slots = self.cache.length + token_ids.shape[1]
+        self.cache.reserve(slots)
         self.cache.open(rows)
+        if layers is not None:
+            logits, features = layers.forward(token_ids, positions + depths, ancestors, depths, self.constants, slots)
+            return Verification(logits, features, rows, None)
         length = depths.new_full(depths.shape[:1], self.cache.length)
         committed = ancestors.new_ones(depths.shape[0], self.cache.view)
         if self.prompt_mask is not None:
@@ -275,8 +282,8 @@ class Verifier:
             return sys.maxsize
         return self.scale_period - 1 - (self.cache.length + 1) % self.scale_period
 
-    def why_not_captured(self) -> str | None:
-        """What of the target a step of fixed shapes cannot do."""
+    def why_not_ours(self) -> str | None:
+        """What of the target our attention cannot do."""
         if not set(self.windows) <= set(KINDS):
             return f"layers of the kind {', '.join(sorted(self.windows))}"
         if self.scale_period is not None:
@@ -316,12 +323,5 @@ def input_device(module: Any, given: torch.device) -> torch.device:
 
 
 def tree_mask(seen: Visibility, dtype: torch.dtype) -> torch.Tensor:
-    """The additive mask of a forward.
-
-    Returns:
-        `(B, 1, Q, S)`: 0 where attention is allowed, `finfo.min` elsewhere (eager attention would add a bool mask as
-        ones, and -inf makes a row of NaN).
-    """
-    allowed = seen.allowed()[:, None]
-    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-    return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
+    """The additive mask of a forward over the model's own layers, `(B, 1, Q, S)`."""
+    return seen.mask(1, dtype)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 
 KINDS = ("full_attention", "sliding_attention", "chunked_attention")  # of layers, as configs name them
 
 
-class Visibility(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Visibility:
     """Which rows the queries of a forward see: committed ones, and the forward's own columns behind them."""
 
     length: torch.Tensor  # (B,) int64, committed rows, at most S - C
     committed: torch.Tensor  # (B, S) bool, False for slots below `length` that hold padding
     first: torch.Tensor | None  # (B, Q) int64, the first slot that a query sees, least for the first query; None: 0
     visible: torch.Tensor  # (B, Q, C) bool, which of the forward's own columns a query sees
+    _masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
@@ -59,3 +61,21 @@ class Visibility(NamedTuple):
             allowed &= self.first[:, :, None] <= slots
         new_slots = self.length[:, None] + slots[:columns]
         return allowed.scatter_(2, new_slots[:, None].expand_as(self.visible), self.visible)
+
+    def mask(self, groups: int, dtype: torch.dtype) -> torch.Tensor:
+        """The same as an additive mask, made once for all layers that ask for it.
+
+        Args:
+            groups: Query heads of a K/V head whose queries are rows side by side.
+            dtype: Of the queries.
+
+        Returns:
+            `(B, 1, groups * Q, S)`: 0 where attention is allowed, `finfo.min` elsewhere (eager attention would add a
+            bool mask as ones, and -inf makes a row of NaN).
+        """
+        if (groups, dtype) not in self._masks:
+            allowed = self.allowed()
+            mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+            mask.masked_fill_(~allowed, torch.finfo(dtype).min)
+            self._masks[groups, dtype] = mask.repeat(1, groups, 1)[:, None] if groups > 1 else mask[:, None]
+        return self._masks[groups, dtype]
