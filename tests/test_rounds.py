@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import hf_ddtree
-from hf_ddtree import DDTreeConfig, launched, round_graph
+from hf_ddtree import DDTreeConfig, launched, round_graph, shadow
 from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.outputs import _HostStop
 from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
@@ -63,7 +63,8 @@ def test_layers_are_paired_with_rows_by_the_layer_that_they_name(
 @pytest.mark.usefixtures("stepped")
 def test_a_graph_that_differs_from_a_launched_round_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever makes it differ: here its layers read the rows of others."""
-    monkeypatch.setattr(round_graph, "cache_index", lambda layer, place: place ^ 1)
+    for module in (round_graph, shadow):
+        monkeypatch.setattr(module, "cache_index", lambda layer, place: place ^ 1)
     model = tiny_target("llama")
     expected, state = run(model, prompt_ids(30), 30, **SAMPLING)
     for _ in range(2):

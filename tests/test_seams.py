@@ -114,8 +114,10 @@ def test_a_policy_adds_children_from_the_text(
     original = FromText.begin
     monkeypatch.setattr(FromText, "begin", lambda self, ids: (policies.append(self), original(self, ids))[1])
     model = tiny_target("qwen3")
+    for layer in model.model.layers:  # so that its text goes in circles
+        layer.self_attn.o_proj.weight.data.zero_()
     drafter = tiny_drafter(model)
-    ids = prompt_ids(4, seed=3).repeat(1, 6)
+    ids = prompt_ids(20)
     for budget in (15, [15, 0, 0, 15, 4] * 12):
         expected, state = run(model, ids, 60, **options)
         call = options | {"assistant_model": drafter}
@@ -129,7 +131,7 @@ def test_a_policy_adds_children_from_the_text(
         stats = out.ddtree_stats
         assert (stats.launch.value == "operations") == (executor == "launched")
         if options is GREEDY:  # a text that repeats itself
-            assert stats.mean_acceptance_length > without.ddtree_stats.mean_acceptance_length + 0.2
+            assert stats.mean_acceptance_length > without.ddtree_stats.mean_acceptance_length + 0.5
         for entry in stats.trees:
             real = entry.tree.depths[0] > 0
             pairs = list(

@@ -63,8 +63,7 @@ def tree_attention(
         `(B, Q, H, Dv)`, contiguous, in the query's dtype.
     """
     arguments = query, key, value, rows, seen, scaling, softcap, sinks
-    # What is not finite would get through a mask; asking is for nothing where it means no wait.
-    if query.device.type == "cpu" and softcap is None and sinks is None and bool(value.isfinite().all()):
+    if seen.finite and softcap is None and sinks is None and bool(value.isfinite().all()):
         return tree_attention_folded(query, key, value, rows, seen, scaling)
     if query.device.type == "cuda" and (kernel := _kernel()) is not None:
         with torch.cuda.device_of(query):  # Triton launches on the current device

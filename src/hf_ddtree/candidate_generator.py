@@ -21,9 +21,8 @@ from .drafter_families import embed_tokens, family_of
 from .logits_scaling import multiplies
 from .snapshot import Snapshot, take_snapshot
 from .state import DecodingState
-from .tree_builder import build_tree_of
 from .tree_cache import DraftCache
-from .tree_policy import TreePolicy, policy_class
+from .tree_policy import TreePolicy, build_tree_of, policy_class
 from .verifier import Features, input_device
 
 _MOST_CONTEXT = 2048  # tokens that one drafter pass makes context: its own tensors stay small beside the prompt's

@@ -56,7 +56,7 @@ class Choices(NamedTuple):
     launch: Choice
 
 
-_NONE = "no round was needed"
+_NO_ROUND = Choices(*(Choice(value, "no round was needed") for value in ("model", "no", "operations")))
 
 
 @dataclass
@@ -81,9 +81,9 @@ class DDTreeStats:
     acceptance_lengths: list[int] = field(default_factory=list)
     node_counts: list[int] = field(default_factory=list)
     budgets: list[int] = field(default_factory=list)
-    layers: Choice = Choice("model", _NONE)
-    compiled: Choice = Choice("no", _NONE)
-    launch: Choice = Choice("operations", _NONE)
+    layers: Choice = _NO_ROUND.layers
+    compiled: Choice = _NO_ROUND.compiled
+    launch: Choice = _NO_ROUND.launch
     times: dict[str, float] = field(default_factory=dict)
     trees: list[RoundTree] = field(default_factory=list)
 

@@ -21,7 +21,7 @@ from .outputs import Choices
 from .recorded import GraphMemory, Recorded
 from .shadow import ShadowTarget, compile_layers, shadow
 from .state import DecodingState, Path, unchanged
-from .tree_builder import tree_functions
+from .tree_policy import tree_functions
 from .verifier import Verification
 from .visibility import Visibility
 
@@ -248,6 +248,7 @@ class RoundGraph:
         self.stretches = [Stretch(self, work) for work in works]
         self.nodes, self.tree = self.steps.nodes, self.steps.no_tree
         self.path = Path.of_packed(kind.zeros(1, 1 + 2 * self.steps.most))
+        self.path.length.fill_(1)  # no round keeps less than the root
         self.choices: Choices | None = None  # how it runs, for the statistics
 
     def _round(self) -> None:

@@ -9,6 +9,7 @@ import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -132,7 +133,7 @@ class ShadowTarget:
             token_ids, positions: `(1, N)`.
             visible, depths: As in `Visibility.of`.
             constants: Of the call.
-            slots: Those that are looked at, where the host knows; else all.
+            slots: Those that are looked at, where the host knows, which hold numbers; else all.
 
         Returns:
             Logits `(1, N, V)` and features `(1, N, taps * H)`.
@@ -140,7 +141,7 @@ class ShadowTarget:
         constants = constants or Constants({})
         committed = self.committed[:, :slots]
         seen = {
-            kind: Visibility.of(kind, size, self.length, committed, visible, depths)
+            kind: replace(Visibility.of(kind, size, self.length, committed, visible, depths), finite=slots is not None)
             for kind, size in self.kinds.items()
         }
         of_layers = [seen[kind] for kind, _ in self.layer_kinds]
