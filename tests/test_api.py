@@ -80,7 +80,8 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
     for name, value in vars(cls).items():
         thing = value.__func__ if isinstance(value, classmethod | staticmethod) else value
         own = type(thing) is property or getattr(thing, "__module__", "").startswith("hf_ddtree")
-        if own and thing.__doc__ and not name.startswith("_") and not inspect.isclass(thing):
+        is_code = type(thing) is property or inspect.isfunction(thing)
+        if own and is_code and thing.__doc__ and not name.startswith("_"):
             yield name, value
 
 

@@ -33,7 +33,7 @@ from transformers.generation.utils import GenerationMixin
 
 import hf_ddtree
 import smollm2
-from hf_ddtree import DDTreeConfig, DFlashDraftModel, capture, verifier
+from hf_ddtree import DDTreeConfig, DFlashDraftModel, capture, our_layers, verifier
 from hf_ddtree.__main__ import app
 from scripted import scripted, tiny_drafter, tiny_target, word_tokenizer
 
@@ -320,9 +320,11 @@ def test_every_module_has_its_place_in_the_algorithm() -> None:
             assert f"(../src/hf_ddtree/{module.name})" in page, module.name
 
 
-def test_every_reason_for_the_plain_path_is_explained() -> None:
-    nodes = [node for module in (capture, verifier) for node in ast.walk(ast.parse(inspect.getsource(module)))]
-    functions = [node for node in nodes if getattr(node, "name", "") in ("why_not_captured", "_on_one_gpu")]
+def test_every_reason_for_a_slower_choice_is_explained() -> None:
+    modules = (capture, our_layers, verifier)
+    nodes = [node for module in modules for node in ast.walk(ast.parse(inspect.getsource(module)))]
+    names = ("why_not_captured", "_on_one_gpu", "why_not_ours", "find_layers", "_make")
+    functions = [node for node in nodes if getattr(node, "name", "") in names]
     reasons = [
         constant.value.strip()
         for function in functions
@@ -332,6 +334,7 @@ def test_every_reason_for_the_plain_path_is_explained() -> None:
         if isinstance(constant, ast.Constant) and isinstance(constant.value, str) and " " in constant.value
     ]
     assert len(reasons) > 20
+    reasons.append(capture._HOST_WALKS.partition(":")[0])
     page = (ROOT / "docs" / "performance.md").read_text()
     assert [reason for reason in reasons if reason not in page] == []
 

@@ -105,7 +105,7 @@ class DDTreeStats:
         )
 
     def ran(self, choices: Choices | None) -> None:
-        """Note how a round runs."""
+        """Note how a round runs, its `choices`."""
         assert choices is not None
         self.layers, self.compiled, self.launch = choices
 
