@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_ddtree.attention import Rows, tree_attention, tree_attention_reference
+from hf_ddtree.attention import Rows, tree_attention, tree_attention_folded, tree_attention_reference
 from hf_ddtree.verifier import tree_mask
 from hf_ddtree.visibility import Visibility
 from interpreter import INTERPRETED, run_interpreted, starts_the_interpreter
@@ -173,6 +173,38 @@ def test_equals_eager_attention(name: str) -> None:
         for b, length in enumerate(inputs["length"].tolist()):
             expected[b, :, length : length + inputs[new].shape[2]] = inputs[new][b]
         assert torch.equal(rows.nan_to_num(9), expected.nan_to_num(9))
+
+
+def finite(inputs: dict[str, Any]) -> tuple[Any, ...]:
+    """Arguments of `tree_attention` that speak of slots which hold numbers alone."""
+    slots = int(inputs["length"]) + inputs["key"].shape[2]
+    rows = {name: inputs[name].nan_to_num() for name in ("key_rows", "value_rows")}
+    query, key, value, kept, who, *rest = arguments(inputs | rows | {"committed": inputs["committed"][:, :slots]})
+    return query, key, value, kept, replace(who, finite=True), *rest
+
+
+FOLDED = [name for name, case in CASES.items() if case.batch == 1 and case.softcap is None and not case.sinks]
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_folded_equals_eager_attention(name: str) -> None:
+    inputs = CASES[name].inputs()
+    output = tree_attention_folded(*finite(inputs)[:6])
+    torch.testing.assert_close(output, eager(inputs))
+    assert torch.equal(tree_attention(*finite(inputs)), output)
+    assert output.is_contiguous()
+
+
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_a_new_value_that_is_no_number_reaches_none_that_do_not_see_it(name: str) -> None:
+    inputs = replace(CASES[name], batch=1).inputs()
+    inputs["visible"][:, 0, -1] = False
+    output = tree_attention(*finite(inputs))
+    inputs["value"][:, :, -1] = torch.nan
+    spoilt = tree_attention(*finite(inputs))
+    unseen = ~inputs["visible"][0, :, -1]
+    torch.testing.assert_close(spoilt[:, unseen], output[:, unseen])
+    assert spoilt[:, ~unseen].isnan().all()
 
 
 def compare(case: Case, attend: Any, tolerance: float) -> None:

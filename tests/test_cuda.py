@@ -18,7 +18,9 @@ from images import FAMILIES as SEEING
 from images import seeing_prompt, tiny_seeing_target
 from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
 from test_precision import NEW, QUANTIZED, SIZES, assert_regret_is_rounding, quantized
+from test_seams import from_text, markov, markov_drafter
 
+__all__ = ["from_text", "markov"]  # fixtures
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 GREEDY: dict[str, Any] = {"do_sample": False}
@@ -104,6 +106,38 @@ def test_captured_rounds_are_plain_decodings(target: PreTrainedModel, options: d
         assert torch.equal(state, expected_state)
         captured = "phi3" not in target.config.model_type
         assert (out.ddtree_stats.launch.value == "graph") == captured, out.ddtree_stats.launch
+
+
+@pytest.mark.parametrize("tree", ["best_first", "chain", "from_text"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        GREEDY,
+        SAMPLING,
+        GREEDY | {"repetition_penalty": 1.3},
+        SAMPLING | {"repetition_penalty": 1.3},
+        SAMPLING | {"output_scores": True, "output_logits": True},
+        GREEDY | {"logits_processor": LogitsProcessorList([Counting()])},
+    ],
+    ids=["greedy", "warped", "penalty", "warped_penalty", "scores", "own"],
+)
+@pytest.mark.usefixtures("markov", "from_text")
+def test_graphs_of_other_sources_and_policies_with_walks_between_them(options: dict[str, Any], tree: str) -> None:
+    model = tiny_target("llama").cuda()
+    ids = prompt_ids(20).cuda()
+    expected, expected_state = run(model, ids, 60, **options)
+    drafter = markov_drafter(model, expected.sequences).cuda()
+    for budget, least in ((15, 1.5), ([15, 0, 0, 63, 4] * 12, 1.2)):
+        config = DDTreeConfig(budget=budget, tree=tree, execution="captured")
+        out, state = run(model, ids, 60, assistant_model=drafter, ddtree=config, **options)
+        assert out.sequences.tolist() == expected.sequences.tolist()
+        assert torch.equal(state, expected_state)
+        stats = out.ddtree_stats
+        assert stats.launch.value == "graph", stats.launch
+        assert (stats.launch.reason is None) == (options in (GREEDY, SAMPLING))
+        assert stats.mean_acceptance_length > least
+        for mine, theirs in zip(out.scores or (), expected.scores or (), strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("budget", ["auto", [0, 15, 0, 0, 63, 31, 7, 0, 127] * 20, 0], ids=["auto", "mixed", "none"])

@@ -24,6 +24,7 @@ from hf_ddtree import (
     round_graph,
     shadow,
 )
+from hf_ddtree.attention import Rows
 from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.snapshot import take_snapshot
 from scripted import SIZES, prompt_ids, tiny_drafter, tiny_target
@@ -431,7 +432,7 @@ def test_rows_of_another_shape_than_the_keys_are_not_guessed(monkeypatch: pytest
     monkeypatch.setattr(
         round_graph,
         "give_rows",
-        lambda owner, layer, rows: original(owner, layer, rows._replace(keys=rows.keys[:, :1], values=rows.values)),
+        lambda owner, layer, own: original(owner, layer, Rows(own.keys[:, :1], own.values)),
     )
     model = tiny_target("llama")
     expected, _ = run(model, prompt_ids(8), 12, **GREEDY)

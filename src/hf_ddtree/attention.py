@@ -152,7 +152,7 @@ _WITHOUT_EFFECT = (
 
 # A compiler that saw the rows would copy them in order to change them: it gets a number instead, in a tensor on the
 # host, since it would compile anew for each number that it can read.
-_ROWS: dict[int, Rows] = {}
+_ROWS: dict[int, Any] = {}
 _SEEN: dict[int, Visibility] = {}  # by layers that have yet to attend in the present forward
 _numbers = itertools.count()
 
@@ -166,10 +166,11 @@ def _attend_to_rows(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    rows, seen = _ROWS[int(number)], _SEEN.pop(int(number), None)
+    cache_layer, seen = _ROWS[int(number)], _SEEN.pop(int(number), None)
     if seen is None:
         raise NotImplementedError("layers with attention of their own")
-    for new, kept in ((key, rows.keys), (value, rows.values)):
+    rows = Rows(cache_layer.keys, cache_layer.values)
+    for new, kept in zip((key, value), rows, strict=True):
         if (new.shape[:2], new.shape[3], new.dtype) != (kept.shape[:2], kept.shape[3], kept.dtype):
             raise NotImplementedError("attention over other keys or values than the cache keeps")
     return tree_attention(query, key, value, rows, seen, scaling, softcap, sinks)
@@ -235,10 +236,10 @@ def attending(layers: Iterable[nn.Module], seen: Iterable[Visibility]) -> Iterat
         raise NotImplementedError("layers with attention of their own")
 
 
-def give_rows(owner: Any, layer: nn.Module, rows: Rows) -> None:
-    """Let a shadow's layer attend to these rows, as long as `owner` lives."""
+def give_rows(owner: Any, layer: nn.Module, cache_layer: Any) -> None:
+    """Let a shadow's layer attend to the `keys` and `values` that a cache layer then has, as long as `owner` lives."""
     number = next(_numbers)
-    _ROWS[number] = rows
+    _ROWS[number] = cache_layer
     weakref.finalize(owner, _ROWS.pop, number, None)
     for module in layer.modules():
         module.__dict__["hf_ddtree_rows"] = torch.tensor(number, device="cpu")

@@ -11,7 +11,6 @@ from .rope import has_dynamic_rope
 from .shadow import ShadowTarget
 from .state import DecodingState
 from .target_state import Buffers
-from .tree_cache import rows_ahead
 
 
 def why_not_ours(buffers: Buffers, launched: LaunchedRound) -> str | None:
@@ -65,15 +64,14 @@ def find_layers(buffers: Buffers, launched: LaunchedRound) -> ShadowTarget | str
         buffers: The call's, with the prompt in them.
         launched: Its rounds.
     """
-    source, cache = launched.source, buffers.cache
+    source = launched.source
     if source.target_snapshot.devices != {torch.device("cpu")}:
         return "launched one by one they gain nothing on a GPU"
-    cache.reserve(cache.length + rows_ahead(launched.record.room, source.nodes))
-    made_for = source.target_snapshot.fingerprint, source.layer_ids, cache.places, cache.capacity
+    made_for = source.target_snapshot.fingerprint, source.layer_ids
     if buffers.layers_made_for != made_for:
         buffers.layers, buffers.layers_made_for = _make(buffers, launched), made_for
     if isinstance(buffers.layers, ShadowTarget):
-        buffers.layers.begin(launched.verifier.prompt_mask)
+        buffers.layers.committed = _prompt_mask(launched)
     return buffers.layers
 
 
@@ -82,9 +80,7 @@ def _make(buffers: Buffers, launched: LaunchedRound) -> ShadowTarget | str:
     source, cache, state = launched.source, buffers.cache, buffers.state
     try:
         with torch.inference_mode(False):  # ordinary tensors, for calls outside of it too
-            committed = torch.ones(1, cache.capacity, dtype=torch.bool, device=state.device)
-            layers = ShadowTarget(source.target, source.layer_ids, cache, committed)
-        layers.begin(launched.verifier.prompt_mask)
+            layers = ShadowTarget(source.target, source.layer_ids, cache, _prompt_mask(launched))
         forwards = [_small_forward(launched, state, own) for own in (None, layers)]
     except Exception as error:  # whatever a model's own code finds amiss
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -92,6 +88,11 @@ def _make(buffers: Buffers, launched: LaunchedRound) -> ShadowTarget | str:
         cache.close()
     theirs, mine = ([x[:, None] for x in forward] for forward in forwards)
     return layers if are_alike(mine, theirs) else "they give something else than the model's own"
+
+
+def _prompt_mask(launched: LaunchedRound) -> torch.Tensor:
+    mask = launched.verifier.prompt_mask
+    return torch.ones(1, 0, dtype=torch.bool, device=launched.source.device) if mask is None else mask
 
 
 def _small_forward(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .anatomy import cache_index
-from .attention import Rows, attending, give_rows
+from .attention import attending, give_rows
 from .draft_tree import DraftTree
 from .drafter_families import embed_tokens
 from .launched import LaunchedRound
@@ -118,8 +118,7 @@ class BlockDraft:
         self.layer_kinds = [(x.self_attn.is_causal, x.self_attn.sliding_window) for x in self.drafter.layers]
         self.ahead = {of_kind: self._ahead(*of_kind) for of_kind in self.layer_kinds}
         for place, layer in enumerate(self.drafter.layers):
-            own = kind.context.layers[cache_index(layer, place)]
-            give_rows(self, layer, Rows(own.keys, own.values))
+            give_rows(self, layer, kind.context.layers[cache_index(layer, place)])
 
     def _ahead(self, causal: bool, window: int | None) -> torch.Tensor:
         """What each place sees of the block, but for a window behind it: `(1, block, block)` bool."""

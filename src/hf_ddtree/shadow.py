@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .anatomy import cache_index, decoder_layers, layer_kinds
-from .attention import ATTENTION, Rows, attending, give_rows
+from .attention import ATTENTION, attending, give_rows
 from .tree_cache import TreeCache
 from .verifier import Constants, FeatureTaps
 from .visibility import Visibility
@@ -91,7 +91,7 @@ class ShadowTarget:
         model: The target, or a shadow of it.
         layer_ids: Tap layers.
         cache: The rows; its buffers are there already.
-        committed: `(1, capacity)` bool, False for rows that hold padding.
+        committed: `(1, S)` bool, False for rows that hold padding; those beyond do not.
     """
 
     def __init__(self, model: Any, layer_ids: Iterable[int], cache: TreeCache, committed: torch.Tensor) -> None:
@@ -102,17 +102,10 @@ class ShadowTarget:
         self.layer_kinds = layer_kinds(model.config.get_text_config(decoder=True))
         self.kinds = dict(self.layer_kinds)
         for place, layer in enumerate(self.layers):
-            own = cache.layers[cache_index(layer, place)]
-            give_rows(self, layer, Rows(own.keys, own.values))
+            give_rows(self, layer, cache.layers[cache_index(layer, place)])
         # What layers see is told otherwise; 4D masks are passed on as they are.
         unused = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=committed.device)
         self.mask = dict.fromkeys(self.kinds, unused) if len(self.kinds) > 1 else unused
-
-    def begin(self, prompt_mask: torch.Tensor | None) -> None:
-        """A call begins, whose prompt `(1, L)` bool has padding where it is False."""
-        self.committed.fill_(True)
-        if prompt_mask is not None:
-            self.committed[:, : prompt_mask.shape[1]] = prompt_mask
 
     def compile(self, rows: int) -> None:
         """Compile the layers for forwards of so many rows."""
@@ -133,13 +126,15 @@ class ShadowTarget:
             token_ids, positions: `(1, N)`.
             visible, depths: As in `Visibility.of`.
             constants: Of the call.
-            slots: Those that are looked at, where the host knows, which hold numbers; else all.
+            slots: Those that are looked at, where the host knows, which hold numbers; else those of `committed`.
 
         Returns:
             Logits `(1, N, V)` and features `(1, N, taps * H)`.
         """
         constants = constants or Constants({})
-        committed = self.committed[:, :slots]
+        committed = self.committed
+        if slots is not None:
+            committed = torch.nn.functional.pad(committed, (0, slots - committed.shape[1]), value=True)
         seen = {
             kind: replace(Visibility.of(kind, size, self.length, committed, visible, depths), finite=slots is not None)
             for kind, size in self.kinds.items()
