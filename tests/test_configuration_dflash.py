@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from hf_ddtree import DFlashConfig, DFlashDraftModel
-from hf_ddtree.drafter_formats import flatten_config_dict, is_dflash_config_dict
+from hf_ddtree.drafter_formats import drafter_format, flatten_config_dict
 
 REQUIRED: dict[str, Any] = {"target_layer_ids": [1, 3, 5], "mask_token_id": 88, "block_size": 4}
 NETWORK: dict[str, Any] = {
@@ -199,7 +199,7 @@ def test_flattening_leaves_its_input_and_other_models_configs_alone() -> None:
     ],
 )
 def test_a_drafters_config_is_known_by_any_of_its_published_marks(config_dict: dict[str, Any], expected: bool) -> None:
-    assert is_dflash_config_dict(config_dict) is expected
+    assert (drafter_format(config_dict) is not None) is expected
 
 
 @pytest.mark.parametrize("form", [flat, nested])

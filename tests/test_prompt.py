@@ -64,7 +64,7 @@ def test_texts_of_all_lengths_run_by_one_graph(family: str, monkeypatch: pytest.
     for length in (2, 30, prompt.CHUNK - 1, prompt.CHUNK, prompt.CHUNK + 1, 700):
         ids = prompt_ids(length, seed=length)
         expected = pair.plain(ids)
-        for options in ({}, {"attention_mask": torch.ones_like(ids)}):
+        for options in ({}, {"attention_mask": torch.ones_like(ids)}, {"output_scores": True}):
             out, launched = pair.trees(ids, **options)
             assert launched == 0
             assert out.sequences.tolist() == expected.sequences.tolist()
@@ -109,11 +109,10 @@ def test_it_gives_what_the_stock_path_gives(monkeypatch: pytest.MonkeyPatch) -> 
         (1, {}),
         (prompt.MOST_TOKENS + 1, {}),
         (8, {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])}),
-        (8, {"output_scores": True}),
-        (8, {"repetition_penalty": 1.1}),
+        (8, {"output_hidden_states": True}),
         (8, {"ddtree": {"budget": 9, "execution": "plain"}}),
     ],
-    ids=["one token", "long", "padded", "scores", "penalty", "plain"],
+    ids=["one token", "long", "padded", "states", "plain"],
 )
 def test_other_prompts_run_through_the_stock_path(
     length: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -28,15 +28,28 @@ class DrafterFamily:
     model_class: Any = None
 
     def knows(self, config: PreTrainedConfig | dict[str, Any]) -> bool:
-        """Whether a drafter is one of these, by its config or by what stands in its config.json."""
+        """Whether a drafter is one of these.
+
+        Args:
+            config: The drafter's, or what stands in its config.json.
+        """
         raise NotImplementedError
 
     def load(self, name: str, **kwargs: Any) -> Any:
-        """A drafter from a directory or hub id; further arguments as in [`PreTrainedModel.from_pretrained`]."""
+        """A drafter.
+
+        Args:
+            name: Directory or hub id.
+            kwargs: As [`PreTrainedModel.from_pretrained`].
+        """
         return self.model_class.from_pretrained(name, **kwargs)
 
     def most_depth(self, config: Any) -> int:
-        """Tokens that a pass drafts, at most."""
+        """Tokens that a pass drafts, at most.
+
+        Args:
+            config: The drafter's.
+        """
         return int(config.block_size) - 1
 
     def propose(

@@ -21,11 +21,11 @@ def why_not_ours(buffers: Buffers, launched: LaunchedRound) -> str | None:
         launched: Its rounds.
     """
     source, verifier = launched.source, launched.verifier
-    snapshot = source.target_snapshot
     if not buffers.kept:
         return "another call holds the buffers"
     if source.config.execution == "plain":
         return "asked for"
+    snapshot = source.target_snapshot
     if torch.device("meta") in snapshot.devices:
         return "weights are offloaded"
     if len(snapshot.devices) > 1:
