@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from hf_ddtree import DFlashDraftModel, capture, round_graph
+from hf_ddtree import DFlashDraftModel, capture, decoding, round_graph
 from scripted import tiny_drafter, tiny_target, word_tokenizer
 
 
@@ -43,6 +43,13 @@ def warnings_of_transformers(caplog: pytest.LogCaptureFixture) -> Iterator[pytes
     with caplog.at_level(logging.WARNING):
         yield caplog
     logging.getLogger("transformers").propagate = propagates
+
+
+@pytest.fixture(params=["ours", "the model's"])
+def each_layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds over our layers, where they can be, and over the model's own, as `execution="plain"` has them."""
+    if request.param != "ours":
+        monkeypatch.setattr(decoding, "find_layers", lambda *_: "asked for")
 
 
 @pytest.fixture

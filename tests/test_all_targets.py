@@ -39,6 +39,7 @@ def test_in_the_list_nothing_is_broken_and_nine_in_ten_text_targets_are_equal() 
 
 
 @pytest.mark.parametrize("family", SAMPLE)
+@pytest.mark.usefixtures("each_layers")
 def test_a_target_is_as_the_list_says(family: str) -> None:
     target = examined(family)
     if transformers.__version__ == VERSION:

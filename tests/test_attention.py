@@ -180,7 +180,7 @@ def finite(inputs: dict[str, Any]) -> tuple[Any, ...]:
     slots = int(inputs["length"]) + inputs["key"].shape[2]
     rows = {name: inputs[name].nan_to_num() for name in ("key_rows", "value_rows")}
     query, key, value, kept, who, *rest = arguments(inputs | rows | {"committed": inputs["committed"][:, :slots]})
-    return query, key, value, kept, replace(who, finite=True), *rest
+    return query, key, value, kept, replace(who, start=int(inputs["length"])), *rest
 
 
 FOLDED = [name for name, case in CASES.items() if case.batch == 1 and case.softcap is None and not case.sinks]
@@ -193,18 +193,6 @@ def test_folded_equals_eager_attention(name: str) -> None:
     torch.testing.assert_close(output, eager(inputs))
     assert torch.equal(tree_attention(*finite(inputs)), output)
     assert output.is_contiguous()
-
-
-@pytest.mark.parametrize("name", ["plain", "everything"])
-def test_a_new_value_that_is_no_number_reaches_none_that_do_not_see_it(name: str) -> None:
-    inputs = replace(CASES[name], batch=1).inputs()
-    inputs["visible"][:, 0, -1] = False
-    output = tree_attention(*finite(inputs))
-    inputs["value"][:, :, -1] = torch.nan
-    spoilt = tree_attention(*finite(inputs))
-    unseen = ~inputs["visible"][0, :, -1]
-    torch.testing.assert_close(spoilt[:, unseen], output[:, unseen])
-    assert spoilt[:, ~unseen].isnan().all()
 
 
 def compare(case: Case, attend: Any, tolerance: float) -> None:

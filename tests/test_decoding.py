@@ -27,6 +27,8 @@ from hf_ddtree import DDTreeConfig, DFlashDraftModel, GenerateDDTreeOutput
 from hf_ddtree.compat import CACHE_KEY
 from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
 
+pytestmark = pytest.mark.usefixtures("each_layers")
+
 FAMILIES = ("llama", "qwen2", "qwen2_mixed", "qwen3", "mistral", "phi3")
 GREEDY: dict[str, Any] = {"do_sample": False}
 PENALTY: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.3}

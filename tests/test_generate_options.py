@@ -47,6 +47,8 @@ from hf_ddtree import DFlashDraftModel
 from hf_ddtree.compat import CACHE_KEY, TESTED
 from scripted import WORDS, prompt_ids, tiny_drafter, tiny_target, word_tokenizer
 
+pytestmark = pytest.mark.usefixtures("each_layers")
+
 TABLE = Path(__file__).parents[1] / "docs" / "generate_options.md"
 PROMPT, NEW = 12, 20
 IDS = prompt_ids(PROMPT)

@@ -22,6 +22,8 @@ from transformers import (
 from hf_ddtree import DDTreeConfig, DFlashDraftModel, GenerateDDTreeOutput
 from scripted import VOCAB, prompt_ids, scripted, tiny_drafter, tiny_target
 
+pytestmark = pytest.mark.usefixtures("each_layers")
+
 FAMILIES = ("llama", "qwen2_mixed", "mistral", "phi3")
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 50}

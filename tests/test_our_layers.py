@@ -64,6 +64,17 @@ def test_a_later_turn_on_the_returned_cache() -> None:
     assert out.ddtree_stats.layers == Choice("ours")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_node_whose_values_are_no_numbers_spoils_no_other(value: float) -> None:
+    model = tiny_target("llama")
+    config = DDTreeConfig(budget=15, record_trees=True)
+    out = compare(model, prompt_ids(20), 40, ddtree=config)
+    drafted = torch.cat([entry.tree.token_ids.flatten() for entry in out.ddtree_stats.trees]).tolist()
+    wrong = next(token for token in drafted if token not in out.sequences)
+    model.model.embed_tokens.weight.data[wrong] = value
+    assert compare(model, prompt_ids(20), 40, ddtree=config).ddtree_stats.layers == Choice("ours")
+
+
 def test_weights_that_have_moved_are_looked_at_again() -> None:
     model = tiny_target("llama")
     compare(model, prompt_ids(20), 20)

@@ -16,6 +16,8 @@ from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.outputs import DDTreeStats
 from scripted import prompt_ids, tiny_drafter, tiny_target
 
+pytestmark = pytest.mark.usefixtures("each_layers")
+
 FLAGS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
 NEW = 30
 PENALTY: dict[str, Any] = {"repetition_penalty": 1.3}

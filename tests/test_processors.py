@@ -22,6 +22,8 @@ from hf_ddtree import DFlashDraftModel
 from hf_ddtree.compat import CACHE_KEY
 from scripted import VOCAB, prompt_ids
 
+pytestmark = pytest.mark.usefixtures("each_layers")
+
 BASE: dict[str, Any] = {
     "inputs": prompt_ids(10),
     "max_new_tokens": 40,

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import hf_ddtree
-from hf_ddtree import DDTreeConfig, launched, round_graph, shadow
+from hf_ddtree import DDTreeConfig, decoding, launched, round_graph, shadow
 from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.outputs import _HostStop
 from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
@@ -20,13 +20,15 @@ from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9}
 PENALTY: dict[str, Any] = SAMPLING | {"repetition_penalty": 1.2}
-EXECUTORS = ["launched", "graph"]
+EXECUTORS = ["launched", "plain", "graph"]
 
 
 @pytest.fixture(params=EXECUTORS)
 def executor(request: pytest.FixtureRequest) -> str:
     if request.param == "graph":
         request.getfixturevalue("stepped")
+    elif request.param == "plain":  # as `execution="plain"` has it
+        request.getfixturevalue("monkeypatch").setattr(decoding, "find_layers", lambda *_: "asked for")
     return str(request.param)
 
 
@@ -37,7 +39,10 @@ def run(model: Any, ids: torch.Tensor, new: int, **options: Any) -> tuple[Any, t
 
 
 def ran_as(out: Any, executor: str) -> bool:
-    return (out.ddtree_stats.launch.value == "operations") == (executor == "launched")
+    stats = out.ddtree_stats
+    return (stats.layers.value, stats.launch.value) == {
+        "launched": ("ours", "operations"), "plain": ("model", "operations"), "graph": ("ours", "graph"),
+    }[executor]  # fmt: skip
 
 
 # -- layers and rows -------------------------------------------------------------------------------------------------
@@ -268,7 +273,7 @@ def test_a_round_enters_few_files(executor: str) -> None:
         sys.setprofile(before)
     assert ran_as(out, executor) and rounds > 3
     assert {"decoding.py", "state.py", "tree_cache.py", "logits_process.py"} <= entered
-    assert len(entered) <= {"launched": 11, "graph": 12}[executor], sorted(entered)
+    assert len(entered) <= {"launched": 16, "plain": 14, "graph": 17}[executor], sorted(entered)
 
 
 class Reads(TorchDispatchMode):

@@ -22,6 +22,8 @@ from hf_ddtree import DFlashDraftModel
 from hf_ddtree.compat import CACHE_KEY
 from scripted import WORDS, prompt_ids, tiny_target
 
+pytestmark = pytest.mark.usefixtures("each_layers")
+
 PROMPT = 10
 IDS = prompt_ids(PROMPT)
 BASE: dict[str, Any] = {

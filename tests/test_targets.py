@@ -15,6 +15,8 @@ from hf_ddtree import capture
 from hf_ddtree.compat import CACHE_KEY
 from scripted import SIZES, prompt_ids, scripted, tiny_drafter
 
+pytestmark = pytest.mark.usefixtures("each_layers")
+
 NEW = 30
 # Chunks and counted rows, indexers, an indexer for several layers, one beside windows, shared keys, layers run twice.
 OWN = "llama4_text deepseek_v32 hy_v4 dots3_note_text gemma3n_text dory".split()

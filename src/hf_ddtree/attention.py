@@ -46,7 +46,7 @@ def tree_attention(
 
     The softmax is in float32. A query that sees nothing gets zeros. What a query does not see does not reach it, not
     even as NaN; only committed rows inside some queries' window and outside of others' reach all of them when they
-    are not finite.
+    are not finite. Where `seen` has a `start`, a NaN may reach all, and a query that sees nothing gets anything.
 
     Args:
         query: `(B, H, Q, D)`, float32, bfloat16 or float16 as are keys and values.
@@ -63,7 +63,7 @@ def tree_attention(
         `(B, Q, H, Dv)`, contiguous, in the query's dtype.
     """
     arguments = query, key, value, rows, seen, scaling, softcap, sinks
-    if seen.finite and softcap is None and sinks is None and bool(value.isfinite().all()):
+    if seen.start is not None and softcap is None and sinks is None:
         return tree_attention_folded(query, key, value, rows, seen, scaling)
     if query.device.type == "cuda" and (kernel := _kernel()) is not None:
         with torch.cuda.device_of(query):  # Triton launches on the current device
@@ -76,8 +76,10 @@ def tree_attention_folded(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, seen: Visibility, scaling: float
 ) -> torch.Tensor:
     """`tree_attention` by torch's own, without cap and sinks: a K/V head is read once for all of its queries, with one
-    mask for all layers, over the slots that `seen` speaks of."""
-    _write(key, value, rows, seen)
+    mask for all layers, over the slots that `seen` speaks of, from its `start` on this round's."""
+    assert seen.start is not None
+    for kept, new in ((rows.keys, key), (rows.values, value)):
+        kept[:, :, seen.start : seen.start + new.shape[2]] = new
     batch, heads, queries, dim = query.shape
     kv_heads, slots = key.shape[1], seen.committed.shape[1]
     attended = torch.nn.functional.scaled_dot_product_attention(
@@ -88,13 +90,6 @@ def tree_attention_folded(
         scale=scaling,
     )
     return attended.view(batch, heads, queries, -1).transpose(1, 2).contiguous()
-
-
-def _write(key: torch.Tensor, value: torch.Tensor, rows: Rows, seen: Visibility) -> None:
-    """A round's keys and values behind the committed rows."""
-    slots = seen.length[:, None] + torch.arange(key.shape[2], device=key.device)  # (B, C)
-    for kept, new in ((rows.keys, key), (rows.values, value)):
-        kept.scatter_(2, slots[:, None, :, None].expand_as(new), new)
 
 
 def tree_attention_reference(
@@ -108,7 +103,9 @@ def tree_attention_reference(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`tree_attention` in plain tensors, for any device; it costs all slots that `seen` speaks of."""
-    _write(key, value, rows, seen)
+    new_slots = seen.length[:, None] + torch.arange(key.shape[2], device=key.device)  # (B, C)
+    for kept, new in ((rows.keys, key), (rows.values, value)):
+        kept.scatter_(2, new_slots[:, None, :, None].expand_as(new), new)
     batch, _, queries, dim = query.shape
     kv_heads, capacity = key.shape[1], seen.committed.shape[1]
     rows = Rows(rows.keys[:, :, :capacity], rows.values[:, :, :capacity])

@@ -136,9 +136,21 @@ class ShadowTarget:
         if slots is not None:
             committed = torch.nn.functional.pad(committed, (0, slots - committed.shape[1]), value=True)
         seen = {
-            kind: replace(Visibility.of(kind, size, self.length, committed, visible, depths), finite=slots is not None)
+            kind: Visibility.of(kind, size, self.length, committed, visible, depths)
             for kind, size in self.kinds.items()
         }
+        if slots is None:
+            return self._run(token_ids, positions, seen, constants)
+        start = slots - token_ids.shape[1]
+        known = {kind: replace(one, start=start) for kind, one in seen.items()}
+        logits, features = self._run(token_ids, positions, known, constants)
+        if bool(logits[..., 0].isnan().any()):  # a row's own, or one that a mask let through
+            return self._run(token_ids, positions, seen, constants)
+        return logits, features
+
+    def _run(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, seen: dict[str, Visibility], constants: Constants
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         of_layers = [seen[kind] for kind, _ in self.layer_kinds]
         with self.taps.recording() as chunks, attending(self.layers, of_layers):
             output = self.model(

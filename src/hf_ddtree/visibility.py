@@ -17,7 +17,7 @@ class Visibility:
     committed: torch.Tensor  # (B, S) bool, False for slots below `length` that hold padding
     first: torch.Tensor | None  # (B, Q) int64, the first slot that a query sees, least for the first query; None: 0
     visible: torch.Tensor  # (B, Q, C) bool, which of the forward's own columns a query sees
-    finite: bool = False  # whether all S slots hold numbers, so that a mask keeps out what is not seen
+    start: int | None = None  # `length`, where the host knows it and all S slots hold numbers: a mask then suffices
     _masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
