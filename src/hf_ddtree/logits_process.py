@@ -223,6 +223,8 @@ class Noise:
     What is not used goes back, so that the generator ends where plain decoding would leave it.
     """
 
+    generation = 0  # how often torch's generator was given another state to draw from
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.on_cuda = device.type == "cuda"
@@ -231,9 +233,15 @@ class Noise:
             self.generator = torch.cuda.default_generators[index]
         else:
             self.generator = torch.default_generator
+        self._generation = Noise.generation
         self._start: Any = None
         self._draw = 0  # what a draw adds to a CUDA generator's offset, by the device and the length of a row
         self._states: list[torch.Tensor] = []
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether graphs that have recorded its draws would draw from a state that torch's generator has no more."""
+        return self._generation != Noise.generation
 
     def begin(self) -> None:
         """Note where a round's draws start. Not while a graph is captured."""

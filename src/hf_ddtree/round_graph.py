@@ -82,6 +82,11 @@ class RoundKind:
                 if self.noise is not None:
                     self.noise.give_back(0)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether its graphs draw noise that is no longer torch's."""
+        return self.noise is not None and self.noise.is_lost
+
     def ready(self, nodes: int) -> RoundGraph | None:
         """The graph of rounds of this size, if there is one."""
         return self.graphs.get(min(nodes, self.nodes))
@@ -90,7 +95,8 @@ class RoundKind:
         """Whether the buffers hold another round, and are those that graphs write to: they may have grown since."""
         rows, context_rows = self.committed.shape[1], self.context_committed.shape[1]
         return (
-            self.cache.count.host + self.nodes + 1 <= rows == self.cache.capacity
+            not self.is_lost
+            and self.cache.count.host + self.nodes + 1 <= rows == self.cache.capacity
             and self.context.count.host + self.most + self.block <= context_rows == self.context.capacity
         )
 
