@@ -31,7 +31,7 @@ STAGES = {"draft": "tab:blue", "verify": "tab:orange", "walk": "tab:green", "kee
 
 def draw_round_cost(report: dict[str, Any], file: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(6.4, 4))
-    greedy = [row for row in report["rows"] if not row["do_sample"]]
+    greedy = [row for row in report["rows"] if not row["do_sample"] and "repetition_penalty" not in row]
     for context in sorted({row["context"] for row in greedy}):
         worst: dict[int, float] = {}
         for row in greedy:

@@ -27,7 +27,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.initialization import no_init_weights
 
 import hf_ddtree
-from hf_ddtree import DDTreeConfig, DFlashConfig, DFlashDraftModel, capture, drafter_families, logits_process
+from hf_ddtree import DDTreeConfig, DFlashConfig, DFlashDraftModel, capture, drafter_families, launched, logits_process
+from hf_ddtree.outputs import DDTreeStats
 from hf_ddtree.state import Path
 from timing import copy_bandwidth, synchronize
 
@@ -71,30 +72,43 @@ def make_pair(shapes: str, device: torch.device, dtype: torch.dtype) -> tuple[An
 class Script:
     """Makes every captured round commit `length` tokens: peaked drafts, and choices that follow a path of the tree.
 
-    The length is a tensor on the device, so that one captured graph serves all of them.
+    The length is a tensor on the device, so that one captured graph serves all of them. Where the host walks, the
+    path's tokens are given such logits that it goes there, which is a dozen launches more.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.length = torch.ones((), dtype=torch.int64, device=device)
         best_candidates, follow = drafter_families.best_candidates, logits_process.follow
+        lazy_walk = launched.lazy_walk
 
         def peaked(logits: torch.Tensor, candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
             token_ids, log_probs = best_candidates(logits, candidates)
             ranks = torch.arange(token_ids.shape[-1], device=device)
             return token_ids, 0 * log_probs + torch.log_softmax(-1.5 * ranks.float(), 0)
 
+        def script(tree: Any, depths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            """Of the root and each node the most probable child's token, and whether the path goes on there."""
+            nodes = torch.arange(1, depths.shape[1], device=device)[None]
+            child = torch.zeros_like(depths)
+            child = child.scatter_reduce(1, tree.parents + 1, nodes, "amin", include_self=False)
+            token = torch.nn.functional.pad(tree.token_ids, (1, 0)).gather(1, child)
+            return token, (child > 0) & (depths < self.length - 1)
+
+        def walk(logits: torch.Tensor, tree: Any, *args: Any) -> Path:
+            if tree.depths.shape[1]:
+                token, goes_on = script(tree, torch.nn.functional.pad(tree.depths, (1, 0)))
+                logits.scatter_add_(2, token[..., None], 100 * goes_on[..., None].to(logits.dtype))
+            return lazy_walk(logits, tree, *args)
+
         def follow_path(
             choices: torch.Tensor, tree: Any, ancestors: torch.Tensor, depths: torch.Tensor, most: int
         ) -> Any:
-            nodes = torch.arange(1, choices.shape[1], device=device)[None]
-            child = torch.zeros_like(choices)  # the most probable one
-            child = child.scatter_reduce(1, tree.parents + 1, nodes, "amin", include_self=False)
-            token = torch.nn.functional.pad(tree.token_ids, (1, 0)).gather(1, child)
-            goes_on = (child > 0) & (depths < self.length - 1)
+            token, goes_on = script(tree, depths)
             rows, tokens = follow(torch.where(goes_on, token, -1 - choices), tree, ancestors, depths, most)
             return rows, tokens.clamp(min=0)
 
         drafter_families.best_candidates, logits_process.follow = peaked, follow_path
+        launched.lazy_walk = walk
 
 
 def count_captures() -> list[int]:
@@ -112,28 +126,32 @@ def count_captures() -> list[int]:
 
 @contextlib.contextmanager
 def timed_rounds() -> Iterator[list[tuple[float, float]]]:
-    """(end of round, seconds waited for the device in it), a round."""
+    """(end of round, seconds waited for its path), a round; NaN seconds where the host walks."""
     times: list[tuple[float, float]] = []
-    original = Path.fetch
+    waits = [float("nan")]
+    fetch, add_round = Path.fetch, DDTreeStats.add_round
 
-    def fetch(self: Path) -> list[int]:
+    def fetched(self: Path) -> list[int]:
         start = time.perf_counter()
-        result = original(self)
-        end = time.perf_counter()
-        times.append((end, end - start))
+        result = fetch(self)
+        waits.append(time.perf_counter() - start)
         return result
 
-    Path.fetch = fetch
+    def added(self: DDTreeStats, *args: Any, **kwargs: Any) -> None:
+        add_round(self, *args, **kwargs)
+        times.append((time.perf_counter(), waits.pop() if len(waits) > 1 else waits[0]))
+
+    Path.fetch, DDTreeStats.add_round = fetched, added
     try:
         yield times
     finally:
-        Path.fetch = original
+        Path.fetch, DDTreeStats.add_round = fetch, add_round
 
 
 def round_ms(
     target: Any, drafter: Any, ids: torch.Tensor, accepted: int, rounds: int, **options: Any
 ) -> dict[str, Any]:
-    """Median time of a round, from the end of the host's wait in one to that in the next."""
+    """Median time of a round, from the end of one to that of the next."""
     call = {"max_new_tokens": accepted * rounds + 1, "assistant_model": drafter, "return_dict_in_generate": True}
     call |= options
     with timed_rounds() as times:
@@ -242,9 +260,10 @@ def main(argv: list[str] | None = None) -> None:
         report["rows"].append(row)
         print(
             f"budget {row['budget']:3}, context {context:5}, {row['accepted']:4.1f} accepted, "
-            f"{'sampled' if options['do_sample'] else 'greedy '}: {row['ms']:.2f} ms a round, {row['host_ms']:.2f} "
-            f"of it the host's (first call {row['first_s']:.1f} s, {row['captured_again']} captures and "
-            f"{row['compiled_again']} compilations in the second; {row['launch']})",
+            f"{'sampled' if options['do_sample'] else 'greedy'}"
+            f"{', penalty' if 'repetition_penalty' in options else ''}: {row['ms']:.2f} ms a round, "
+            f"{row['host_ms']:.2f} of it the host's (first call {row['first_s']:.1f} s, "
+            f"{row['captured_again']} captures and {row['compiled_again']} compilations in the second; {row['launch']})",
             flush=True,
         )
 
@@ -260,6 +279,7 @@ def main(argv: list[str] | None = None) -> None:
                 measure(context, accepted, config, do_sample=False)
         if budget == 63:
             measure(min(contexts), arguments.accepted[0], config, **sampling)
+            measure(min(contexts), arguments.accepted[0], config, do_sample=False, repetition_penalty=1.1)
     script.length.fill_(1)
     if cuda and arguments.profile:
         round_ms(target, drafter, prompt(512), 1, 2, ddtree=DDTreeConfig(budget=63), do_sample=False)

@@ -14,24 +14,26 @@ import round_cost
 import smollm2
 import speed
 from evaluation_summary import summarize
-from hf_ddtree import DFlashConfig, DFlashDraftModel, capture, drafter_families, logits_process
+from hf_ddtree import DFlashConfig, DFlashDraftModel, capture, drafter_families, launched, logits_process
 
 
 @pytest.mark.usefixtures("stepped")
 def test_a_rounds_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((drafter_families, "best_candidates"), (logits_process, "follow"), (capture, "_capture")):
+    replaced = (drafter_families, "best_candidates"), (logits_process, "follow"), (launched, "lazy_walk")
+    for module, name in (*replaced, (capture, "_capture")):
         monkeypatch.setattr(module, name, getattr(module, name))  # the script replaces them
     report = tmp_path / "round_cost.json"
     options = ["--budgets", "63", "7", "--contexts", "40", "20", "--accepted", "1", "4", "--rounds", "5"]
     round_cost.main(["--shapes", "tiny", *options, "--json", str(report)])
     rows = json.loads(report.read_text())["rows"]
-    assert len(rows) == 9  # the ninth is sampled
+    assert len(rows) == 10  # the fifth is sampled, the sixth has a penalty
+    assert rows[4]["do_sample"] and rows[5]["repetition_penalty"]
     for row in rows:
-        assert row["ms"] > row["host_ms"] > 0
+        assert row["ms"] > 0 and not row["host_ms"] > row["ms"]  # no number where the host walks
         assert row["rounds"] == 5
-        assert (row["layers"], row["compiled"], row["launch"]) == ("ours", "yes", "graph")
+        assert (row["layers"], row["compiled"], row["launch"].split()[0]) == ("ours", "yes", "graph")
         assert row["captured_again"] == row["compiled_again"] == 0
-    assert [round(row["accepted"]) for row in rows[:5]] == [1, 4, 1, 4, 1]
+    assert [round(row["accepted"]) for row in rows[:6]] == [1, 4, 1, 4, 1, 1]
     report.write_text(json.dumps(json.loads(report.read_text()) | {"static_ms": {"768": 9.0}}))
     plots.main([str(tmp_path)])
     assert "reading the weights once" in report.with_suffix(".svg").read_text()
