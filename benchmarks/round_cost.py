@@ -263,7 +263,8 @@ def main(argv: list[str] | None = None) -> None:
             f"{'sampled' if options['do_sample'] else 'greedy'}"
             f"{', penalty' if 'repetition_penalty' in options else ''}: {row['ms']:.2f} ms a round, "
             f"{row['host_ms']:.2f} of it the host's (first call {row['first_s']:.1f} s, "
-            f"{row['captured_again']} captures and {row['compiled_again']} compilations in the second; {row['launch']})",
+            f"{row['captured_again']} captures and {row['compiled_again']} compilations in the second; "
+            f"{row['launch']})",
             flush=True,
         )
 
