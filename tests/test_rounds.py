@@ -231,19 +231,19 @@ def test_graphs_that_draw_from_a_state_that_torch_has_no_more_are_recorded_anew(
     def fail_for_seven(self: round_graph.Recorded) -> None:
         if isinstance(self, round_graph.Stretch):
             recorded.append(self.round.nodes)
-            if self.round.nodes == 7:
+            if self.round.nodes == 7 or recorded == [15]:  # that one is recorded again without compilation
                 raise RuntimeError("no graph")
 
     monkeypatch.setattr(round_graph.Recorded, "capture", fail_for_seven)
     monkeypatch.setattr(capture, "_release", lambda device: None)
     model = tiny_target("llama")
     budget = [15, 15, 7, 15, 7, 0] * 10
-    for options, expected_recordings in ((SAMPLING, [15, 7, 15, 0]), (GREEDY, [15, 7, 0])):
+    for options, expected_recordings in ((SAMPLING, [15, 15, 7, 7, 15, 0]), (GREEDY, [15, 15, 7, 7, 0])):
         recorded.clear()
         expected, state = run(model, prompt_ids(20), 40, **options)
         call = options | {
             "assistant_model": tiny_drafter(model),
-            "ddtree": {"budget": budget, "execution": "captured"},
+            "ddtree": {"budget": budget},
         }
         out, after = run(model, prompt_ids(20), 40, **call)
         assert out.sequences.tolist() == expected.sequences.tolist() and torch.equal(after, state)

@@ -98,13 +98,10 @@ def find_kind(buffers: Buffers, launched: LaunchedRound) -> RoundKind:
     own.made_for = target_where, where
     _forget_moved_prompts(buffers, source)
     kind: RoundKind | None = own.kinds.pop(what, None)
-    failed = kind.failed if kind is not None else {}
-    if kind is None or kind.is_lost:
-        kind = None
+    if kind is None:
         gc.collect()  # graphs and what they belong to know each other, and old ones hold memory that new ones need
         with torch.inference_mode(False), _on(source.device):  # ordinary tensors, for calls outside of it too
             kind = RoundKind(launched, buffers.state)
-        kind.failed = failed
     own.kinds[what] = kind  # the last used is the last
     while len(own.kinds) > _MOST_KINDS:
         del own.kinds[next(iter(own.kinds))]
@@ -203,6 +200,7 @@ def find_graph(
     if nodes not in kind.graphs and nodes not in kind.failed:
         make = functools.partial(RoundGraph, kind, nodes, decode_round)
         graph, why = _capture(make, kind.device, kind.restored, execution)
+        kind.forget_lost()
         if graph is None:
             kind.failed[nodes] = f"the capture failed ({why})"
         elif not _agree(graph, launched):

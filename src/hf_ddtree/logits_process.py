@@ -233,10 +233,14 @@ class Noise:
             self.generator = torch.cuda.default_generators[index]
         else:
             self.generator = torch.default_generator
-        self._generation = Noise.generation
+        self.renew()
         self._start: Any = None
         self._draw = 0  # what a draw adds to a CUDA generator's offset, by the device and the length of a row
         self._states: list[torch.Tensor] = []
+
+    def renew(self) -> None:
+        """What is recorded from now on draws from the state that torch's generator has now."""
+        self._generation = Noise.generation
 
     @property
     def is_lost(self) -> bool:

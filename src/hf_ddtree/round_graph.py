@@ -82,21 +82,22 @@ class RoundKind:
                 if self.noise is not None:
                     self.noise.give_back(0)
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether its graphs draw noise that is no longer torch's."""
-        return self.noise is not None and self.noise.is_lost
+    def forget_lost(self) -> None:
+        """Drop the graphs if they draw from a state that torch's generator has no more."""
+        if self.noise is not None and self.noise.is_lost:
+            self.graphs.clear()
+            self.noise.renew()
 
     def ready(self, nodes: int) -> RoundGraph | None:
         """The graph of rounds of this size, if there is one."""
+        self.forget_lost()
         return self.graphs.get(min(nodes, self.nodes))
 
     def fits(self) -> bool:
         """Whether the buffers hold another round, and are those that graphs write to: they may have grown since."""
         rows, context_rows = self.committed.shape[1], self.context_committed.shape[1]
         return (
-            not self.is_lost
-            and self.cache.count.host + self.nodes + 1 <= rows == self.cache.capacity
+            self.cache.count.host + self.nodes + 1 <= rows == self.cache.capacity
             and self.context.count.host + self.most + self.block <= context_rows == self.context.capacity
         )
 
